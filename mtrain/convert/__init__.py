@@ -1,1 +1,1 @@
-"""Conversion of checkpoints to and from Hugging Face: streaming, resumable, and proven at the end."""
+"""Converts checkpoints to and from Hugging Face folders: streams, can resume, and proves the result."""

@@ -1,4 +1,4 @@
-"""Exports an adapter checkpoint as a PEFT folder, for servers that hold the frozen model themselves."""
+"""Exports an adapter checkpoint as a PEFT folder, for servers that load the frozen model themselves."""
 
 import json
 import logging
@@ -45,93 +45,94 @@ class SavedAdapter(NamedTuple):
     adapter: AdapterSection
     tensors: CheckpointTensors
     main: bool
-    """Whether to use float32 main weights if the checkpoint has them."""
+    """Whether to prefer float32 main weights if the checkpoint has them."""
 
     def tensor(self, name: str) -> Tensor:
-        """Reads a tensor by its global name, with layer and expert spelled out; `{E}` means all experts."""
+        """Reads a tensor by its global name, with the numbers of layer and expert; `{E}` means all experts."""
         layer = _LAYER.search(name)
         spelled = name.replace(".mlp.experts.{E}.", _STACKED_EXPERTS)
         expert = _EXPERT.search(spelled)
         if expert is not None:
             spelled = spelled.replace(expert[0], _STACKED_EXPERTS)
-        key, places = spelled, []
+        key, indices = spelled, []
         if layer is not None and self._key(key) not in self.tensors.tensors:
-            key, places = spelled.replace(layer[0], ".layers."), [int(layer[1])]  # all layers in one tensor
+            key, indices = spelled.replace(layer[0], ".layers."), [int(layer[1])]  # all layers in one tensor
         key = self._key(key)
         if key not in self.tensors.tensors:
             raise DataError(f"{self.entry.path} lacks {name}, which its configuration names; restore the checkpoint")
-        places += [] if expert is None else [int(expert[1])]
-        shape = self.tensors.tensors[key].shape[len(places) :]
-        wanted = TensorSlice((*places, *[0] * len(shape)), (*[1] * len(places), *shape))
-        return self.tensors.read(key, wanted).reshape(shape)
+        indices += [] if expert is None else [int(expert[1])]
+        shape = self.tensors.tensors[key].shape[len(indices) :]
+        region = TensorSlice((*indices, *[0] * len(shape)), (*[1] * len(indices), *shape))
+        return self.tensors.read(key, region).reshape(shape)
 
     def _key(self, key: str) -> str:
         return main_key(self.tensors.tensors, key) if self.main else key
 
 
 def main_key(tensors: Container[str], key: str) -> str:
-    """Returns the key of a tensor's float32 main weights, if the checkpoint has them, else its own key."""
+    """Returns the key of a tensor's float32 main weights if the checkpoint has them, else `key`."""
     return _MAIN + key if _MAIN + key in tensors else key
 
 
 def open_adapter(path: Path, dtype: torch.dtype | None) -> SavedAdapter:
-    """Opens an adapter checkpoint; float32 as `dtype` uses main weights if there are any."""
+    """Opens an adapter checkpoint; a `dtype` of float32 prefers main weights."""
     entry = checkpoint_at(path).entry
-    assert entry is not None, "checkpoint_at raises where there is none"
+    assert entry is not None, "checkpoint_at raises without one"
     config = load_config([entry.path / CONFIG_NAME], [])
     if entry.manifest.base is None or config.adapter is None:
-        raise DataError(f"{entry.path} holds a whole model and no adapter; leave --adapter out")
+        raise DataError(f"{entry.path} contains a whole model and no adapter; leave --adapter out")
     tensors = CheckpointTensors(entry.path)
     return SavedAdapter(entry, config, config.adapter, tensors, dtype == torch.float32)
 
 
 def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
-    """Writes a PEFT folder and reads its tensors back; without a `dtype` they keep that of the checkpoint."""
+    """Writes a PEFT folder, and reads its tensors back to compare them; `dtype` None keeps the checkpoint's."""
     saved = open_adapter(path, dtype)
     family, model = family_of_run(saved.config), saved.config.model
     has_new_rows = any(added_by(model))
     if has_new_rows and "embedding" not in saved.adapter.modules_to_save:
         raise DataError(
-            f"{path} was trained with model.add_tokens, and the frozen model of a PEFT folder has no rows for them; "
-            "leave --adapter out, which merges them into a model"
+            f"{path} was trained with model.add_tokens, and the frozen model of a PEFT folder has no rows for these "
+            "tokens; leave --adapter out to merge the adapter into a model"
         )
     named = list(peft.tensors(family, model, saved.adapter))
     conversion = {"program": __version__, "source": str(saved.entry.path.resolve()), "dtype": str(dtype)}
     with reading(saved.entry), working_folder(out, conversion) as folder:
         verify_files(saved.entry, saved.entry.manifest.files, 1)
-        own = {each.name: peft_tensor(each, saved.tensor(each.key)) for each in named}  # small: all at once
+        tensors = {target.name: peft_tensor(target, saved.tensor(target.key)) for target in named}  # small enough
         if dtype is not None:
-            own = {name: values.to(dtype) for name, values in own.items()}
+            tensors = {name: values.to(dtype) for name, values in tensors.items()}
         with disk_faults(f"write {folder}"), (folder / peft.TENSORS_NAME).open("wb") as file:
-            file.write(header_of({name: (each.dtype, tuple(each.shape)) for name, each in own.items()}, _METADATA))
-            for each in own.values():
-                file.write(raw_bytes(each))
+            facts = {name: (values.dtype, tuple(values.shape)) for name, values in tensors.items()}
+            file.write(header_of(facts, _METADATA))
+            for values in tensors.values():
+                file.write(raw_bytes(values))
         content = peft.config_of(family, model, saved.adapter, model.hf)
         with disk_faults(f"write {folder}"):
             write_atomically(folder / peft.CONFIG_NAME, json.dumps(content, indent=2, sort_keys=True) + "\n")
-            # for adapters as for models: the server must write conversations as they were trained
+            # a server must format conversations as in training, even for an adapter
             source = source_of(saved.entry.path)
             chats = put_side_files(
                 folder, saved.entry.path, source.origin, source.tokenizer, added_by(model), but=_OF_MODELS
             )
             ending = put_ending(folder, source.origin, model) if chats else None
         written = SafetensorsFile(folder / peft.TENSORS_NAME)
-        differing = [name for name, each in own.items() if not same_bits(each, written.tensor(name))]
+        differing = [name for name, values in tensors.items() if not same_bits(values, written.tensor(name))]
         if differing:
-            raise DataError(f"{folder} does not hold what was written: {shown_names(differing)}; look at the disk")
+            raise DataError(f"{folder} differs from what was written: {shown_names(differing)}; check the disk")
     if ending is not None and ending.is_new:
         _log.info(_ENDS_APART.format(ids=ending.ids, folder=str(out)))
     if has_new_rows:
         _log.info(_RESIZED.format(rows=model.vocab_size))
-    return Proof(len(own), sum(each.numel() * each.element_size() for each in own.values()))
+    return Proof(len(tensors), sum(values.nbytes for values in tensors.values()))
 
 
 _METADATA = {"format": "pt"}
 _OF_MODELS = ("README.md", "generation_config.json")
 """Files that describe a whole model."""
-# PEFT has no place for it, and transformers takes generation_config.json from the frozen model's folder
+# PEFT cannot express it, and transformers reads generation_config.json from the frozen model's folder
 _ENDS_APART = (
-    "note: answers end at the tokens {ids}, which the frozen model's generation_config.json does not name: call "
+    "note: answers end with the tokens {ids}, which the frozen model's generation_config.json does not list: call "
     "generate with generation_config=GenerationConfig.from_pretrained({folder!r}), or give vLLM stop_token_ids"
 )
 _RESIZED = (
@@ -140,15 +141,15 @@ _RESIZED = (
 )
 
 
-def peft_tensor(each: peft.PeftTensor, own: Tensor) -> Tensor:
-    """Converts a whole tensor of ours, with all experts stacked and padded vocabulary rows, to its PEFT form."""
-    return to_peft(each, _without_padding(each, own)).contiguous()
+def peft_tensor(target: peft.PeftTensor, values: Tensor) -> Tensor:
+    """Converts one of our whole tensors, with stacked experts and padded vocabulary, to its PEFT form."""
+    return to_peft(target, _without_padding(target, values)).contiguous()
 
 
-def _without_padding(each: peft.PeftTensor, values: Tensor) -> Tensor:
-    """Removes the rows of tables that only pad the vocabulary."""
-    if each.kind == "whole":
-        return values[: each.matrix.rows]
-    if each.matrix.part == "embedding" and each.kind == "lora_a":
-        return values[: each.matrix.columns]
-    return values[: each.matrix.rows] if each.matrix.part == "output" and each.kind == "lora_b" else values
+def _without_padding(target: peft.PeftTensor, values: Tensor) -> Tensor:
+    """Removes vocabulary padding."""
+    if target.kind == "whole":
+        return values[: target.matrix.rows]
+    if target.matrix.part == "embedding" and target.kind == "lora_a":
+        return values[: target.matrix.columns]
+    return values[: target.matrix.rows] if target.matrix.part == "output" and target.kind == "lora_b" else values

@@ -1,10 +1,10 @@
 """What an import keeps of a folder besides the model's weights, and an export restores.
 
-Tensors that take no part in a model, those of images, are copied bit for bit into one file next to config.json.
+Tensors that are not part of the text model, such as an image encoder's, are copied bit for bit into one file next to
+config.json.
 
-The MXFP4 form in which a model was published lies in a folder next to the config.json of the plain weights: config.json
-and index as they were, the names and order of the shards, and the scales, one byte for 32 weights. The blocks follow
-from these and the weights.
+For a model published in MXFP4, a folder next to the plain weights' config.json has the original config.json and index,
+the names and order of the shards, and the scales, one byte per 32 weights. These and the weights determine the blocks.
 """
 
 import json
@@ -30,21 +30,21 @@ CARRIED_NAME = "carried.safetensors"
 MXFP4_FOLDER, SCALES_NAME = "mxfp4", "scales.safetensors"
 
 Carried = Mapping[str, SafetensorsFile]
-"""Name of a tensor -> file that holds it."""
+"""Name of a tensor -> file that contains it."""
 
 
 def carried_in(path: Path | None, family: Family) -> Carried:
-    """Finds the copied tensors of a Hugging Face folder, or of `hf/` of an import."""
+    """Finds the tensors to copy in a Hugging Face folder, or in an import's `hf/`."""
     if path is None or not family.carried:
         return {}
-    kept = path / CARRIED_NAME
-    if kept.exists():
-        files = [SafetensorsFile(kept)]
+    file_of_import = path / CARRIED_NAME
+    if file_of_import.exists():
+        files = [SafetensorsFile(file_of_import)]
     else:
         stored = read_json(path / SHARDS_NAME) if (path / SHARDS_NAME).exists() else {}
         names = [name for shard in stored.values() for name in shard["tensors"]]
         if names and not any(map(family.carries, names)):
-            return {}  # `hf/` of an import whose folder had no such tensors
+            return {}  # an import's `hf/` whose original folder had no such tensors
         files = [*HfFolder(path).files.values()]
     return {name: file for file in files for name in file.entries if family.carries(name)}
 
@@ -52,54 +52,54 @@ def carried_in(path: Path | None, family: Family) -> Carried:
 def write_carried(path: Path, carried: Carried) -> None:
     facts = {name: file.entries[name] for name, file in carried.items()}
     with path.open("wb") as file, WriteBehind(file.fileno()) as behind:
-        file.write(header_of({name: (each.dtype, each.shape) for name, each in facts.items()}, {}))
+        file.write(header_of({name: (entry.dtype, entry.shape) for name, entry in facts.items()}, {}))
         for name, source in carried.items():
             behind.note(file.write(raw_bytes(source.tensor(name))))
 
 
 class Published(NamedTuple):
     folder: Path
-    """Folder with its config.json, its index, and its shards or their names."""
+    """Folder with the config.json, index, and shards or their names."""
     scales: Carried
-    """Name of scales -> file that holds them."""
+    """Name of scales -> file that contains them."""
 
 
 def keep_published(origin: Path, folder: HfFolder) -> None:
-    """Writes the MXFP4 form of a folder."""
-    kept = origin / MXFP4_FOLDER
-    kept.mkdir(exist_ok=True)
+    """Writes what an export needs to restore a folder's MXFP4 form."""
+    target = origin / MXFP4_FOLDER
+    target.mkdir(exist_ok=True)
     for name in (CONFIG_NAME, *([INDEX_NAME] if folder.has_index else [])):
-        shutil.copyfile(folder.path / name, kept / name)
+        shutil.copyfile(folder.path / name, target / name)
     shards = {name: {"metadata": file.metadata, "tensors": list(file.entries)} for name, file in folder.files.items()}
-    write_atomically(kept / SHARDS_NAME, json.dumps(shards) + "\n")
-    write_carried(kept / SCALES_NAME, _scales(folder))
+    write_atomically(target / SHARDS_NAME, json.dumps(shards) + "\n")
+    write_carried(target / SCALES_NAME, _scales(folder))
 
 
 def published_form(origin: Path | None, table: Table) -> Published:
-    """Finds the MXFP4 form that a model was published in; `origin` is the folder whose config.json is used, or what an
-    import kept of it."""
-    kept = None if origin is None else origin / MXFP4_FOLDER
-    if kept is not None and (kept / SCALES_NAME).exists():
-        file = SafetensorsFile(kept / SCALES_NAME)
-        found = Published(kept, dict.fromkeys(file.entries, file))
+    """Finds the MXFP4 form in which a model was published; `origin` is the folder whose config.json is used, or an
+    import's copy of it."""
+    kept_folder = None if origin is None else origin / MXFP4_FOLDER
+    if kept_folder is not None and (kept_folder / SCALES_NAME).exists():
+        file = SafetensorsFile(kept_folder / SCALES_NAME)
+        published = Published(kept_folder, dict.fromkeys(file.entries, file))
     elif origin is not None and has_weights(origin) and is_mxfp4(read_json(origin / CONFIG_NAME)):
-        found = Published(origin, _scales(HfFolder(origin)))
+        published = Published(origin, _scales(HfFolder(origin)))
     else:
         shown = "the checkpoint" if origin is None else origin
         raise DataError(
-            f"--dtype mxfp4 needs the form in which the weights were published, but {shown} does not have it; name the "
+            f"--dtype mxfp4 needs the weights as they were published, but {shown} does not have them; name the "
             "published folder with --like, or import it again"
         )
-    wanted = {tensor.name + SCALES_SUFFIX: tensor.shape for tensor, _ in table.tensors()}
-    for name, file in found.scales.items():
-        (dtype, shape, *_), weight = file.entries[name], wanted.get(name, ())
+    weight_shapes = {tensor.name + SCALES_SUFFIX: tensor.shape for tensor, _ in table.tensors()}
+    for name, file in published.scales.items():
+        (dtype, shape, *_), weight = file.entries[name], weight_shapes.get(name, ())
         inputs = shape[2] * BLOCK_SIZE if len(shape) == 3 else 0
         if dtype != torch.uint8 or (*shape[:1], inputs, *shape[1:2]) != weight:
             raise DataError(
-                f"{file.path}: {name} of shape {list(shape)} and {dtype} holds no scales of a weight of shape "
+                f"{file.path}: {name} of shape {list(shape)} and {dtype} does not have the scales of a weight of shape "
                 f"{list(weight)}; name the published folder of this model with --like"
             )
-    return found
+    return published
 
 
 def _scales(folder: HfFolder) -> Carried:

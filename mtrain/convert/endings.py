@@ -1,7 +1,7 @@
-"""Ends of answers: an exported chat model stops where the run's own answers stop, whichever program generates.
+"""Stop tokens: an exported chat model stops where the run's own answers stop, whichever program generates.
 
-transformers and vLLM end an answer at the ids of generation_config.json and at the tokenizer's eos_token. In a base
-model these name the end of a document, but a chat template teaches the end of a turn.
+transformers and vLLM end an answer at the ids of generation_config.json and at the tokenizer's eos_token. A base model
+names the end of a document there, but a chat template teaches the end of a turn.
 """
 
 import json
@@ -21,7 +21,7 @@ from mtrain.hf.tokenizer.tokenizer import HF_TOKENIZER_FILE, Tokenizer, load_tok
 _log = logging.getLogger(__name__)
 
 _ANY_DATE = "2026-01-01"
-"""Date for a template that writes one; the end of an answer does not depend on it."""
+"""Date for a template that writes a date; the end of an answer does not depend on it."""
 _EOS = "eos_token"
 _EXTRA_KEYS = ("extra_special_tokens", "additional_special_tokens")
 
@@ -30,19 +30,19 @@ class Ending(NamedTuple):
     """Tokens that end an answer of an exported model."""
 
     ids: list[int]
-    """The end of a turn first."""
+    """Token ids, the end of a turn first."""
     is_new: bool
-    """Whether the original model did not name the end of a turn."""
+    """Whether the original model lacked the end of a turn."""
 
 
 def put_ending(folder: Path, origin: Path | None, model: ModelSection) -> Ending | None:
-    """Writes into an export which tokens end an answer under its chat template; files that say it already stay.
+    """Writes the tokens that end an answer under the chat template into an export; keeps files that have them already.
 
-    generation_config.json gets the end of a turn before its other ends. If the original did not name it, it also
-    becomes the tokenizer's eos_token, unless the template itself uses eos_token for something else.
+    generation_config.json gets the end of a turn before its other ends. If the original did not list it, it also
+    becomes the tokenizer's eos_token, unless the template uses eos_token for something else.
 
     Returns:
-        Tokens that end an answer; None if the model writes none, the folder has no tokenizer, or its template shows no
+        Tokens that end an answer; None if the model has a head, the folder has no tokenizer, or its template has no
         end.
     """
     if model.output.head_rows or not (folder / HF_TOKENIZER_FILE).is_file():
@@ -54,19 +54,19 @@ def put_ending(folder: Path, origin: Path | None, model: ModelSection) -> Ending
     try:
         stops, inside = _ends(templates, tokenizer)
     except DataError as fault:
-        _log.info(f"note: the stop tokens are not written into {folder.name}: {fault}")
+        _log.info(f"note: {folder.name} gets no stop tokens: {fault}")
         return None
     declared = declared_ends(origin)
-    if early := [tokenizer.name(each) for each in (set(declared) - set(stops)) & set(inside)]:
+    if early := [tokenizer.name(token) for token in (set(declared) - set(stops)) & set(inside)]:
         _log.warning(
-            f"the chat template writes {', '.join(sorted(early))} inside answers, but {origin} names it as an end, so "
-            f"programs that read the files of {folder.name} stop there; remove it from {EOS_KEY} of {GENERATION_NAME}"
+            f"the chat template writes {', '.join(sorted(early))} inside answers, but {origin} lists it as a stop "
+            f"token, so programs that load {folder.name} stop there; remove it from {EOS_KEY} in {GENERATION_NAME}"
         )
     ending = Ending(list(dict.fromkeys([*stops, tokenizer.eos_id, *declared])), not set(stops) <= set(declared))
     if not set(ending.ids) <= set(declared):
-        there = origin is not None and (origin / GENERATION_NAME).is_file()
-        said = read_json(origin / GENERATION_NAME) if origin is not None and there else {}
-        write_json(folder / GENERATION_NAME, {**said, EOS_KEY: as_declared(ending.ids)})
+        has_original = origin is not None and (origin / GENERATION_NAME).is_file()
+        original = read_json(origin / GENERATION_NAME) if origin is not None and has_original else {}
+        write_json(folder / GENERATION_NAME, {**original, EOS_KEY: as_declared(ending.ids)})
     texts = {templates.default.text, templates.with_tools.text}
     if ending.is_new and stops[0] != tokenizer.eos_id and not any(_EOS in text for text in texts):
         _write_eos_token(folder, tokenizer, tokenizer.name(stops[0]))
@@ -74,14 +74,14 @@ def put_ending(folder: Path, origin: Path | None, model: ModelSection) -> Ending
 
 
 def ends_next_to(path: Path) -> frozenset[int]:
-    """Returns the tokens that end answers under the chat templates next to a tokenizer; empty without templates, and,
-    with a note, if tokenizer or templates cannot be read."""
+    """Returns the tokens that end answers under the chat templates next to a tokenizer; empty without templates and,
+    with a note in the log, if a file cannot be read."""
     try:
         tokenizer = load_tokenizer(path)
         templates = chosen_templates("auto", tokenizer.path)
         return frozenset() if templates is None else frozenset(_ends(templates, tokenizer).ids)
     except DataError as fault:
-        _log.info(f"note: the stop tokens under the templates of {path} are not known: {fault}")
+        _log.info(f"note: the stop tokens of the chat templates of {path} are unknown: {fault}")
         return frozenset()
 
 
@@ -92,10 +92,10 @@ def _ends(templates: ChatTemplates, tokenizer: Tokenizer) -> Ends:
 
 
 def _write_eos_token(folder: Path, tokenizer: Tokenizer, name: str) -> None:
-    """Makes another token the eos_token in the settings; the old one remains a special token."""
+    """Replaces the eos_token in the settings; the old one remains a special token."""
     settings = read_json(folder / SETTINGS_FILE)
     if settings.get("add_eos_token"):
-        return  # every text would end with the end of a turn
+        return  # or every text would end with the end of a turn
     old = tokenizer.name(tokenizer.eos_id)
     if old not in {token.get("content") for token in read_json(folder / HF_TOKENIZER_FILE).get("added_tokens") or []}:
         key = _EXTRA_KEYS[0] if settings.get(_EXTRA_KEYS[0]) else _EXTRA_KEYS[1]
@@ -103,11 +103,11 @@ def _write_eos_token(folder: Path, tokenizer: Tokenizer, name: str) -> None:
         if isinstance(extra, list):
             settings[key] = [*extra, old]
     write_json(folder / SETTINGS_FILE, {**settings, _EOS: name})
-    # takes precedence over the settings where these list no added tokens
+    # this file takes precedence if the settings do not list added tokens
     if (file := folder / SPECIAL_TOKENS_FILE).is_file() and _EOS in (named := read_json(file)):
         write_json(file, {**named, _EOS: name})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file as Hugging Face formats it."""
+    """Writes JSON in Hugging Face's format."""
     write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

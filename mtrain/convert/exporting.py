@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a folder that Hugging Face's libraries load."""
+"""Exports a checkpoint as a Hugging Face folder."""
 
 import contextlib
 import logging
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _SHARD_BYTES = 5_000_000_000
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
-"""One field of config.json: in transformers 5, and in older versions."""
+"""Names of one field of config.json, in transformers 5 and in older versions."""
 
 
 def export_hf(
@@ -50,21 +50,25 @@ def export_hf(
     """Converts a checkpoint and proves the result.
 
     Args:
-        path: Folder of a checkpoint, of a run, or of checkpoints of Megatron-LM or Megatron-Bridge.
+        path: Folder of a checkpoint, of a run, or of Megatron-LM's or Megatron-Bridge's checkpoints.
         like: Folder or file that describes the model, as in `open_target`.
-        dtype: Dtype of the exported tensors; None keeps the dtype that the checkpoint computes with, and so does mxfp4
-            except for weights that were published in it; these are rounded to it, and the proof counts them.
-        num_workers: Number of threads that each write one file; 1 uses the caller's thread.
-        check: Called between two pieces of work, in any thread. An error that it raises ends the export; another call
-            continues with the complete files.
+        dtype: Dtype of the exported tensors. None keeps the dtype of the model's weights. "mxfp4" also keeps it, except
+            for weights that were published in MXFP4, which are rounded to it and counted in the proof.
+        num_workers: Number of threads, each writing one file at a time; 1 uses the caller's thread.
+        check: Called between two pieces of work, in any thread. An error that it raises ends the export; the next call
+            keeps the complete files.
+
+    Raises:
+        ConfigError: The model cannot be exported.
+        DataError: The checkpoint is damaged or has another model, or the result differs from it.
     """
     cast = None if dtype == "mxfp4" else dtype
     target = open_target(path, like, cast)
     if dtype == "mxfp4":
         target = target._replace(published=published_form(target.origin, target.table))
     files = shards(target, cast)
-    kept = contextlib.nullcontext() if target.entry is None else reading(target.entry)
-    with kept, working_folder(out, _conversion(target, files, dtype)) as folder:
+    reading_lock = contextlib.nullcontext() if target.entry is None else reading(target.entry)
+    with reading_lock, working_folder(out, _conversion(target, files, dtype)) as folder:
         target.verify(num_workers)
 
         def write(unit: Unit, partial: Path, tell: Tell) -> None:
@@ -72,11 +76,11 @@ def export_hf(
             with partial.open("wb") as file, WriteBehind(file.fileno()) as behind:
                 file.write(shard.header)
                 made: dict[str, Tensor] = {}
-                for one in shard.tensors:
-                    for part in one.stream(target, made):
+                for tensor in shard.tensors:
+                    for part in tensor.stream(target, made):
                         check()
-                        behind.note(file.write(raw_bytes(part.to(one.dtype))))
-                    tell(one.size_bytes)
+                        behind.note(file.write(raw_bytes(part.to(tensor.dtype))))
+                    tell(tensor.size_bytes)
 
         units = [Unit(name, shard.size_bytes) for name, shard in files.items()]
         run_units(folder, units, write, lambda unit, file, _: files[unit.name].fits(file), num_workers, "exporting")
@@ -93,21 +97,21 @@ def export_hf(
 class Outgoing(NamedTuple):
     name: str
     source: tuple[HfTensor, str] | SafetensorsFile
-    """Tensor of the model (for a copy the original) and its key; or the file from which it is copied."""
+    """Tensor of the model, for a copy the original, and its key; or the file that it is copied from."""
     dtype: torch.dtype
     shape: Sizes
     """Shape on disk."""
     scales: SafetensorsFile | None = None
-    """File with the tensor's original scales, if this is a part of it in MXFP4: its blocks, or its scales."""
+    """File with the weight's original scales, if this is the weight's blocks or scales in MXFP4."""
 
     @property
     def key(self) -> str | None:
-        """Key of the tensor that it is a part of; None if it is not one of the model's."""
+        """Key of the model's tensor; None for a tensor that is copied from a file."""
         return None if isinstance(self.source, SafetensorsFile) else self.source[1]
 
     def stream(self, target: ExportTarget, made: dict[str, Tensor]) -> Iterator[Tensor]:
-        """Yields the numbers in disk order, a part at a time; a copied tensor is a view of its file. `made` are scales
-        of the blocks written before it into the same file, by name."""
+        """Yields the numbers in disk order, part by part; a copied tensor is a view of its file. `made` has, by name,
+        the scales of blocks already written into the same file."""
         if isinstance(self.source, SafetensorsFile):
             yield self.source.tensor(self.name)
         elif self.name in made:
@@ -120,14 +124,14 @@ class Outgoing(NamedTuple):
     def _packed(
         self, tensor: HfTensor, parts: Iterator[Tensor], scales: SafetensorsFile, made: dict[str, Tensor]
     ) -> Tensor:
-        """Returns the blocks or the scales of a weight; both are computed from the whole weight."""
+        """Returns the blocks or the scales of a weight, both of which need the whole weight."""
         weight, name = whole(tensor, parts), tensor.name + SCALES_SUFFIX
-        found = packed(tensor.name, weight, scales.tensor(name))
+        result = packed(tensor.name, weight, scales.tensor(name))
         if self.name == name:
-            return found.scales
-        # in a published file they come next, and to keep them costs little
-        made[name] = found.scales
-        return found.blocks
+            return result.scales
+        # keeps the scales, which are small and come next in a published file
+        made[name] = result.scales
+        return result.blocks
 
     @property
     def size_bytes(self) -> int:
@@ -136,58 +140,58 @@ class Outgoing(NamedTuple):
 
 class OutgoingFile(NamedTuple):
     tensors: list[Outgoing]
-    """Tensors in the order of their bytes."""
+    """Tensors in the order in which they are written."""
     metadata: dict[str, str]
 
     @property
     def header(self) -> bytes:
-        """Beginning of the file, before the tensors."""
-        return header_of({one.name: (one.dtype, one.shape) for one in self.tensors}, self.metadata)
+        """Bytes before the tensors."""
+        return header_of({tensor.name: (tensor.dtype, tensor.shape) for tensor in self.tensors}, self.metadata)
 
     def fits(self, path: Path) -> bool:
-        """Says whether a file has this size and header; the proof compares the tensors."""
+        """Returns whether a file has this size and header; the proof compares the tensors."""
         header = self.header
         with path.open("rb") as file:
             return path.stat().st_size == len(header) + self.size_bytes and file.read(len(header)) == header
 
     @property
     def size_bytes(self) -> int:
-        return sum(one.size_bytes for one in self.tensors)
+        return sum(tensor.size_bytes for tensor in self.tensors)
 
 
 def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, OutgoingFile]:
-    """Distributes tensors over files: as in the weights' original folder, else in full files one after the other."""
-    wanted = {
+    """Distributes tensors over files as in the weights' original folder, or else fills one file after another."""
+    outgoing = {
         tensor.name: Outgoing(tensor.name, (tensor, filled.key), target.dtype(filled, dtype), tensor.shape)
         for tensor, filled in target.table.tensors()
     }
-    copies = {name: wanted[original]._replace(name=name) for name, original in target.table.copies.items()}
-    # the cast that was asked for is one of the model
-    wanted |= {
+    copies = {name: outgoing[original]._replace(name=name) for name, original in target.table.copies.items()}
+    # copied tensors keep their dtype, since only the model is cast
+    outgoing |= {
         name: Outgoing(name, file, file.entries[name].dtype, file.entries[name].shape)
         for name, file in target.carried.items()
     }
     for name, file in {} if target.published is None else target.published.scales.items():
-        # none is left under its plain name
-        weight, shape = wanted.pop(name.removesuffix(SCALES_SUFFIX)), file.entries[name].shape
+        # blocks and scales replace the weight
+        weight, shape = outgoing.pop(name.removesuffix(SCALES_SUFFIX)), file.entries[name].shape
         blocks = weight.name + BLOCKS_SUFFIX
-        wanted[blocks] = weight._replace(name=blocks, dtype=torch.uint8, shape=(*shape, BLOCK_BYTES), scales=file)
-        wanted[name] = weight._replace(name=name, dtype=torch.uint8, shape=shape, scales=file)
-    known = copies | wanted
+        outgoing[blocks] = weight._replace(name=blocks, dtype=torch.uint8, shape=(*shape, BLOCK_BYTES), scales=file)
+        outgoing[name] = weight._replace(name=name, dtype=torch.uint8, shape=shape, scales=file)
+    known = copies | outgoing
     files = {
         file: OutgoingFile([known[name] for name in facts["tensors"] if name in known], facts["metadata"])
         for file, facts in files_there(target.described).items()
     }
-    if wanted.keys() <= {one.name for shard in files.values() for one in shard.tensors}:
+    if outgoing.keys() <= {item.name for shard in files.values() for item in shard.tensors}:
         return {file: shard for file, shard in files.items() if shard.tensors}
     groups: list[list[Outgoing]] = [[]]
     filled = 0
-    for one in wanted.values():
-        if groups[-1] and filled + one.size_bytes > _SHARD_BYTES:
+    for item in outgoing.values():
+        if groups[-1] and filled + item.size_bytes > _SHARD_BYTES:
             groups.append([])
             filled = 0
-        groups[-1].append(one)
-        filled += one.size_bytes
+        groups[-1].append(item)
+        filled += item.size_bytes
     if len(groups) == 1:
         return {SINGLE_NAME: OutgoingFile(groups[0], {"format": "pt"})}
     return {
@@ -197,13 +201,13 @@ def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, Outgoin
 
 
 def _conversion(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: object) -> dict[str, Any]:
-    """Returns the facts by which a later call recognises the same conversion."""
+    """Returns the facts from which a later call recognizes the same conversion."""
     return {
         "program": __version__,
         "source": str(target.path.resolve()),
         "origin": None if target.origin is None else str(target.origin.resolve()),
         "manifest": None if target.entry is None else target.entry.manifest.model_dump(mode="json"),
-        "files": {name: [one.name for one in shard.tensors] for name, shard in files.items()},
+        "files": {name: [tensor.name for tensor in shard.tensors] for name, shard in files.items()},
         "dtype": str(dtype),
         "main_weights": target.main_weights,
     }
@@ -213,7 +217,7 @@ def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, Ou
     origin = target.origin
     chats = put_side_files(folder, target.path, origin, target.tokenizer, added_by(target.model))
     ending = put_ending(folder, origin, target.model) if chats else None
-    dtype = next(one.dtype for shard in files.values() for one in shard.tensors if one.key == EMBEDDINGS)
+    dtype = next(tensor.dtype for shard in files.values() for tensor in shard.tensors if tensor.key == EMBEDDINGS)
     described = target.described
     config = _config(target, None if described is None else read_json(described / CONFIG_NAME), dtype)
     if ending is not None and ending.is_new:
@@ -223,45 +227,48 @@ def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, Ou
         del config[NAMED_WEIGHTS]
     _write_like(folder / CONFIG_NAME, config, None if described is None else described / CONFIG_NAME)
     if chosen == INDEX_NAME:
-        said = read_json(described / INDEX_NAME) if described is not None and (described / INDEX_NAME).exists() else {}
+        original_index = (
+            read_json(described / INDEX_NAME) if described is not None and (described / INDEX_NAME).exists() else {}
+        )
         size = {"total_size": sum(shard.size_bytes for shard in files.values())}
-        placed = sorted((one.name, name) for name, shard in files.items() for one in shard.tensors)
-        # transformers needs an object there; some indices have null, or nothing
-        held = found if isinstance(found := said.get("metadata"), dict) else {}
-        index = {"metadata": {**held, **size}, "weight_map": dict(placed)}
+        placed = sorted((tensor.name, name) for name, shard in files.items() for tensor in shard.tensors)
+        metadata = original_index.get("metadata")
+        # transformers needs an object, but some indices have null or nothing
+        metadata = metadata if isinstance(metadata, dict) else {}
+        index = {"metadata": {**metadata, **size}, "weight_map": dict(placed)}
         _write_like(folder / INDEX_NAME, index, None if described is None else described / INDEX_NAME)
 
 
-def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
-    # what an import keeps says of itself what its weights are
+def _config(target: ExportTarget, original: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
+    # an import's config.json already describes its plain weights
     is_plain = target.published is None
-    template = said if said is None or (target.is_import and is_plain) else plain_config(said)
+    template = original if original is None or (target.is_import and is_plain) else plain_config(original)
     config = target.family.config(target.model, template)
-    if said is not None and not is_plain:
-        config[FORMAT] = said[FORMAT]
-    if said is None and target.context_tokens is not None:
+    if original is not None and not is_plain:
+        config[FORMAT] = original[FORMAT]
+    if original is None and target.context_tokens is not None:
         config["max_position_embeddings"] = target.context_tokens
     name = str(dtype).removeprefix("torch.")
-    given = [each for each in _DTYPE_FIELDS if each in config]
-    is_other = any(config[each] != name for each in given)
-    # the published form may leave the dtype of what is not in MXFP4 to the reader
-    config |= dict.fromkeys(given or (_DTYPE_FIELDS if is_plain else ()), name)
+    present = [field for field in _DTYPE_FIELDS if field in config]
+    is_other = any(config[field] != name for field in present)
+    # a published MXFP4 config.json may omit the dtype of the other weights
+    config |= dict.fromkeys(present or (_DTYPE_FIELDS if is_plain else ()), name)
     if target.family.tower is not None and is_other:
         text = target.family.tower.nested(config)
-        config[TEXT] = text | dict.fromkeys([each for each in _DTYPE_FIELDS if each in text], name)
-    if target.is_import and config == said:
-        return config  # the folder stays as it was
+        config[TEXT] = text | dict.fromkeys([field for field in _DTYPE_FIELDS if field in text], name)
+    if target.is_import and config == original:
+        return config  # exactly as it was imported
     config = dict.fromkeys(_DTYPE_FIELDS, name) | target.family.for_all_versions(config)
     if "rope_theta" not in (text := target.family.text(config)) and "rope_parameters" in text:
         _log.info(
-            f"note: transformers 4 cannot express the rotary embeddings of this {target.family.model_type} model and "
+            f"note: transformers 4 cannot express the rotary embeddings of this {target.family.model_type} model, and "
             "would use its defaults; load the export with transformers 5"
         )
     return config
 
 
 def _write_like(path: Path, content: dict[str, Any], source: Path | None) -> None:
-    """Writes JSON; as an exact copy of the source if the content is the same."""
+    """Writes JSON, or copies the source byte for byte if it has the same content."""
     if source is not None and source.exists() and read_json(source) == content:
         shutil.copyfile(source, path)
     else:

@@ -35,19 +35,21 @@ from mtrain.hf.schema.table import FilledSlice, Table, read_slice, slices_to_wri
 
 _FILE_BYTES = 1 << 29
 _SLICE_BYTES = 1 << 26
-"""Larger slices are cut into rows, so that partial reads and casts need little memory."""
+"""Size above which slices are split into rows, so that partial reads and casts need little memory."""
 
 
 def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int, depths: int = 0) -> Proof:
     """Converts a folder and proves the result.
 
-    Without a `dtype` each tensor keeps its own; some families have MTP depths, which are imported if asked for.
+    Args:
+        dtype: Dtype of the checkpoint; None keeps each tensor's own.
+        depths: Number of MTP depths to import, for families that have them.
     """
     source = open_source(path, depths=depths)
     if depths > source.model.mtp_depths:
         raise DataError(
-            f"{path} holds {source.model.mtp_depths} predictions further ahead, but --mtp-depths={depths}; name a "
-            "folder with them, or leave it out"
+            f"{path} has {source.model.mtp_depths} MTP depths, but --mtp-depths={depths}; name a folder with them, or "
+            "leave the option out"
         )
     dtypes = _dtypes(source, dtype)
     with working_folder(out, _conversion(source, dtype)) as folder:
@@ -65,7 +67,8 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
 def import_for_megatron(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int) -> Proof:
     """Converts a folder into weights that Megatron-LM loads, and proves the result.
 
-    The global tensors of Megatron-Core are ours; around them are the folder `release` and the file that names it.
+    Megatron-Core has the same global tensors as we do; Megatron-LM also needs the folder `release` and a file that
+    names it.
     """
     source = open_source(path)
     dtypes = _dtypes(source, dtype)
@@ -123,20 +126,20 @@ class _SliceToWrite(NamedTuple):
 
 
 def _dtypes(source: HfSource, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for tensor, filled in source.table.tensors():
-        held = source.weights.facts(tensor.name)[0]
-        its = held if dtype is None or filled.keeps_dtype else dtype
-        if found.setdefault(filled.key, its) != its:
+        stored = source.weights.facts(tensor.name)[0]
+        chosen = stored if dtype is None or filled.keeps_dtype else dtype
+        if dtypes.setdefault(filled.key, chosen) != chosen:
             raise DataError(
-                f"{source.folder.path}: {tensor.name} is {its}, but others that belong to {filled.key} are "
-                f"{found[filled.key]}; choose one with --dtype"
+                f"{source.folder.path}: {tensor.name} is {chosen}, but other tensors of {filled.key} are "
+                f"{dtypes[filled.key]}; choose one dtype with --dtype"
             )
-    return found
+    return dtypes
 
 
 def _files(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[_SliceToWrite]]:
-    """Distributes slices over data files of about half a gigabyte: file name -> its slices."""
+    """Distributes slices over data files of about half a gigabyte; returns file name -> slices."""
     files: list[list[_SliceToWrite]] = [[]]
     size_bytes = 0
     for filled in table.slices:
@@ -153,7 +156,7 @@ def _files(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[_S
 
 
 def _conversion(source: HfSource, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Returns the facts by which a later call recognises the same conversion."""
+    """Returns the facts from which a later call recognizes the same conversion."""
     files = {name: file.path.stat() for name, file in source.folder.files.items()}
     return {
         "program": __version__,
@@ -166,7 +169,7 @@ def _conversion(source: HfSource, dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
-    """Writes the counters, the model's configuration, and the files that came with the weights."""
+    """Writes the counters, the model's configuration, and copies of the files that came with the weights."""
     write_state(
         folder,
         TrainingState(
@@ -188,20 +191,16 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
     config = plain = source.folder.config
     if source.weights is not source.folder:
         plain = plain_config(config) | {"dtype" if "dtype" in config else "torch_dtype": "bfloat16"}
-    theirs = [Path(CONFIG_NAME)] if plain == config else []
+    copies = [Path(CONFIG_NAME)] if plain == config else []
     if source.folder.has_index:
-        theirs.append(Path(INDEX_NAME))
-    for name in [*theirs, *side_files(source.folder.path)]:
+        copies.append(Path(INDEX_NAME))
+    for name in [*copies, *side_files(source.folder.path)]:
         (origin / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source.folder.path / name, origin / name)
-    named = source.weights.names()
-    shards = {
-        name: {
-            "metadata": file.metadata,
-            "tensors": [one for stored in file.entries if (one := stored.removesuffix(BLOCKS_SUFFIX)) in named],
-        }
-        for name, file in source.folder.files.items()
-    }
+    weight_names, shards = source.weights.names(), dict[str, Any]()
+    for name, file in source.folder.files.items():
+        tensors = [stored.removesuffix(BLOCKS_SUFFIX) for stored in file.entries]
+        shards[name] = {"metadata": file.metadata, "tensors": [tensor for tensor in tensors if tensor in weight_names]}
     if plain != config:
         write_atomically(origin / CONFIG_NAME, json.dumps(plain, indent=2) + "\n")
     write_atomically(origin / SHARDS_NAME, json.dumps(shards) + "\n")
@@ -209,9 +208,9 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
 
 
 def _model_yaml(source: HfSource, out: Path) -> str:
-    """Returns the part of a configuration that starts from these weights."""
+    """Returns the part of a configuration with which a run starts from these weights."""
     content: dict[str, Any] = {
-        # a folder that says nothing of megatron's fields leaves them to the user
+        # without `megatron` if the folder sets none of its fields, which leaves them to the user
         "model": source.model.model_dump(
             exclude={"hf", "backend", *ADDED_TOKENS} | ({"megatron"} if not source.model.megatron else set())
         ),
@@ -221,7 +220,7 @@ def _model_yaml(source: HfSource, out: Path) -> str:
     if "tokenizer.json" in names or any(name.endswith(".model") for name in names - {TIKTOKEN_NAME}):
         content["data"] = {"tokenizer": str(out / ORIGIN)}
     return (
-        f"# {source.family.model_type} from {source.folder.path}, by mtrain {__version__}; to go last:\n"
+        f"# {source.family.model_type} from {source.folder.path}, by mtrain {__version__}; name this file last:\n"
         f"#   mtrain train configs/run/finetune.yaml {out / MODEL_NAME} run.dir=runs/finetune\n" + yaml_text(content)
     )
 

@@ -1,4 +1,4 @@
-"""Lists a folder's contents from headers and lists alone."""
+"""Lists a folder's contents, from headers and metadata alone."""
 
 import math
 from collections import Counter
@@ -14,8 +14,8 @@ from mtrain.hf.schema.files import CONFIG_NAME
 
 
 def print_contents(path: Path, like: Path | None = None) -> None:
-    """Prints family, size, dtypes and every tensor of a Hugging Face folder or a checkpoint; `like` describes a
-    checkpoint of another program."""
+    """Prints family, size, dtypes and every tensor of a Hugging Face folder or a checkpoint; `like` describes another
+    program's checkpoint."""
     if (path / CONFIG_NAME).exists():
         source = open_source(path)
         family, model = source.family, source.model
@@ -36,7 +36,7 @@ def print_contents(path: Path, like: Path | None = None) -> None:
     for name, (dtype, shape) in tensors.items():
         listing.add_row(name, str(dtype).removeprefix("torch."), " x ".join(map(str, shape)))
     console = output_console()
-    if not console.is_terminal:  # a file or a pipe: there is nothing to draw
+    if not console.is_terminal:  # no lines in a file or a pipe
         listing.box = None
     console.print(f"{heading}\nelements: {counts}", soft_wrap=True)
     console.print(listing)

@@ -1,4 +1,4 @@
-"""Merges adapters into their frozen base: W + scale B A, computed matrix by matrix when it is read."""
+"""Merges adapters into their frozen base: W + scale B A, computed matrix by matrix on access."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ from mtrain.hf.io.source import FolderTensors, GlobalTensorInfo, source_for
 from mtrain.hf.schema.table import Table
 
 TensorOf = Callable[[str], Tensor]
-"""Returns an adapter's whole parameter by its global name, with layers and experts spelled out."""
+"""Maps a global name, with the numbers of layer and expert, to an adapter's whole parameter."""
 
 
 @dataclass(frozen=True)
 class Merging:
-    """How a run's adapters change each matrix."""
+    """Computes how a run's adapters change each matrix."""
 
     config: Config
     adapter: AdapterSection
@@ -41,13 +41,12 @@ class Merging:
     def __post_init__(self) -> None:
         if not has_merged_form(self.config.model, self.adapter):
             raise ConfigError(
-                "adapter.targets=embedding cannot be merged: with model.tied_embeddings=true the output layer has the "
-                "same table, which stays as it was; export the adapter alone (mtrain convert export --adapter)"
+                "adapter.targets=embedding cannot be merged: with model.tied_embeddings=true the output layer uses the "
+                "same table, without the adapter; export the adapter alone (mtrain convert export --adapter)"
             )
 
     def sources(self, name: str) -> list[str]:
-        """Returns the adapter parameters that change a matrix, given with layers and experts spelled out; empty if none
-        does."""
+        """Returns the adapter parameters that change a matrix; its name has the numbers of layer and expert."""
         module, kinds = _module(name), [LORA_A, LORA_B, *([MAGNITUDE] if self.adapter.has_magnitudes else [])]
         parts = self._parts_of(name)
         if parts == ("experts",):
@@ -55,8 +54,8 @@ class Merging:
         return [f"{module}.{part}_{kind}" for part in parts if part in self.adapter.parts for kind in kinds]
 
     def merged(self, name: str, weight: Tensor, tensor_of: TensorOf) -> Tensor:
-        """Returns a matrix with its adapters added, in float32; unchanged without any. `tensor_of` returns tables with
-        padding."""
+        """Returns a matrix with its adapters added, in float32, or as it is without any. `tensor_of` returns tables
+        with padding."""
         parts = self._parts_of(name)
         if not parts:
             return weight
@@ -81,23 +80,23 @@ class Merging:
         return new * fusion.joined(ratios, 1.0, norms)[:, None]
 
     def _product(self, module: str, part: str, tensor_of: TensorOf) -> Tensor:
-        """Computes scale (B A)^T, [inputs, outputs], without rows that only pad the vocabulary."""
+        """Computes scale (B A)^T, [inputs, outputs], without vocabulary padding."""
         down, up = _pair(module, part, tensor_of)
         product = up[: self.config.model.vocab_size] @ down if part == "output" else up @ down
         return self.adapter.scale_of(part) * product.T
 
     def _parts_of(self, name: str) -> tuple[str, ...]:
-        """Returns the parts of a tensor if one of them has an adapter; empty if the tensor stays unchanged."""
-        own = self.adapter.parts
+        """Returns the parts of a tensor if any of them has an adapter; empty if none has."""
+        adapted = self.adapter.parts
         tables = {f"{EMBEDDING}.weight": "embedding", f"{plan.OUTPUT}.weight": "output"}
         if name in tables:
-            return (tables[name],) if tables[name] in own else ()
-        if not name.endswith(".weight") or name.startswith("mtp."):  # depths of multi-token prediction stay frozen
+            return (tables[name],) if tables[name] in adapted else ()
+        if not name.endswith(".weight") or name.startswith("mtp."):  # MTP depths have no adapters
             return ()
         if ".mlp.experts." in name:
-            return ("experts",) if "experts" in own else ()
+            return ("experts",) if "experts" in adapted else ()
         parts = plan.fused_parts(self.config.model, self.adapter, name.removesuffix(".weight"))
-        return parts if own.intersection(parts) else ()
+        return parts if adapted.intersection(parts) else ()
 
 
 def _module(name: str) -> str:
@@ -113,10 +112,10 @@ _KEEPS_FLOAT32 = "router.expert_bias"
 
 
 class MergedTensors:
-    """Tensors W + scale B A, in the precision that the run computed in, or in float32."""
+    """The merged model's tensors, in the run's precision or in float32."""
 
     def __init__(self, saved: SavedAdapter, table: Table) -> None:
-        """Opens the base and compares it with the model that the adapters were trained with."""
+        """Opens the base, and compares its fingerprint with that of the model that the adapters were trained on."""
         self.folder = saved.entry.path
         self._saved, self._config = saved, saved.config
         self._merging = Merging(saved.config, saved.adapter)
@@ -127,43 +126,43 @@ class MergedTensors:
         self._last: tuple[str, Tensor] | None = None
         self._check()
 
-    def read(self, key: str, wanted: TensorSlice) -> Tensor:
-        return slice_of(key, wanted, self.tensors[key].dtype, lambda place: self._matrix(key, place))
+    def read(self, key: str, region: TensorSlice) -> Tensor:
+        return slice_of(key, region, self.tensors[key].dtype, lambda index: self._matrix(key, index))
 
-    def _matrix(self, key: str, place: tuple[int, ...]) -> Tensor:
-        """Returns one layer's or expert's merged tensor; the last one is cached, as its slices are read in a row."""
-        name = global_name(key, place)
+    def _matrix(self, key: str, index: tuple[int, ...]) -> Tensor:
+        """Returns one layer's or expert's merged tensor; caches the last one, whose slices are read in a row."""
+        name = global_name(key, index)
         if self._is_whole(name):
-            return self._saved.tensor(spelled_name(key, place)).to(self.tensors[key].dtype)
+            return self._saved.tensor(spelled_name(key, index)).to(self.tensors[key].dtype)
         if self._last is None or self._last[0] != name:
             self._last = None
-            merged = self._merging.merged(name, self._frozen(key, place), self._saved.tensor)
+            merged = self._merging.merged(name, self._frozen(key, index), self._saved.tensor)
             self._last = name, merged.to(self.tensors[key].dtype)
         return self._last[1]
 
     def _is_whole(self, name: str) -> bool:
         return plan.is_learned_whole(self._config.model, self._saved.adapter, name)
 
-    def _frozen(self, key: str, place: tuple[int, ...]) -> Tensor:
-        """Reads the frozen tensor, in the dtype in which the run holds it."""
-        shape = self.tensors[key].shape[len(place) :]
-        wanted = TensorSlice((*place, *[0] * len(shape)), (*[1] * len(place), *shape))
+    def _frozen(self, key: str, index: tuple[int, ...]) -> Tensor:
+        """Reads the frozen tensor, in the dtype in which the run keeps it in memory."""
+        shape = self.tensors[key].shape[len(index) :]
+        region = TensorSlice((*index, *[0] * len(shape)), (*[1] * len(index), *shape))
         run = self._config.train.precision
         is_narrow = plan.holds_narrow(self._config.adapter, run) and plan.is_matrix(key, len(shape))
-        held = dtype_outside(key, torch.bfloat16 if is_narrow else DTYPES[run])
-        return self._base.read(main_key(self._base.tensors, key), wanted).reshape(shape).to(held)
+        dtype = dtype_outside(key, torch.bfloat16 if is_narrow else DTYPES[run])
+        return self._base.read(main_key(self._base.tensors, key), region).reshape(shape).to(dtype)
 
     def _check(self) -> None:
         total = 0
         for key, facts in self.tensors.items():
-            if self._is_whole(key):  # not frozen; the base may not have it
+            if self._is_whole(key):  # trained, and maybe missing from the base
                 continue
-            for place in stacked_places(key, TensorSlice.whole(facts.shape)):
-                values = self._frozen(key, place)
+            for index in stacked_places(key, TensorSlice.whole(facts.shape)):
+                values = self._frozen(key, index)
                 at = TensorSlice.whole(tuple(values.shape))
-                total += int(hash_of(global_name(key, place), values, at, values.shape))
+                total += int(hash_of(global_name(key, index), values, at, values.shape))
         base = self._saved.entry.manifest.base
-        assert base is not None, "open_adapter refuses others"
+        assert base is not None, "open_adapter refuses a whole model"
         if shown(total) != base.fingerprint:
             raise DataError(
                 f"the frozen model ({base.origin}) is not the one that the adapters of {self.folder} were trained "
@@ -177,40 +176,40 @@ def _opened(config: Config) -> CheckpointTensors | FolderTensors:
     start = config.checkpoint.initialize_from
     if start is None or megatron_folder(Path(start)) is not None:
         origin = "was drawn from train.seed" if start is None else f"is a checkpoint of Megatron-LM ({start})"
-        raise DataError(f"the frozen model {origin}, which cannot be merged with; export the adapter with --adapter")
+        raise DataError(f"the frozen model {origin}, so adapters cannot be merged into it; export them with --adapter")
     entry = checkpoint_at(Path(start)).entry
-    assert entry is not None, "checkpoint_at raises where there is none"
+    assert entry is not None, "checkpoint_at raises without one"
     verify_files(entry, entry.manifest.files, 1)
     return CheckpointTensors(entry.path)
 
 
-def dtype_outside(key: str, wanted: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a merged tensor for a wanted precision."""
-    return torch.float32 if key.endswith(_KEEPS_FLOAT32) else wanted
+def dtype_outside(key: str, precision: torch.dtype) -> torch.dtype:
+    """Returns the dtype of a tensor in a model of this precision; router biases stay in float32."""
+    return torch.float32 if key.endswith(_KEEPS_FLOAT32) else precision
 
 
-def slice_of(key: str, wanted: TensorSlice, dtype: torch.dtype, matrix: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-    """Assembles a slice of a global tensor from the tensors of single layers and experts."""
+def slice_of(key: str, region: TensorSlice, dtype: torch.dtype, matrix: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+    """Assembles a slice of a global tensor from `matrix`, which returns the tensor of one layer and expert."""
     axes = _num_stacked(key)
-    inner = TensorSlice(wanted.offset[axes:], wanted.shape[axes:])
+    inner = TensorSlice(region.offset[axes:], region.shape[axes:])
     result: Tensor | None = None
-    for place in stacked_places(key, wanted):
-        part = inner.of(matrix(place))
+    for position in stacked_places(key, region):
+        part = inner.of(matrix(position))
         if result is None:
-            result = part.new_empty(wanted.shape, dtype=dtype)
-        result[tuple(index - first for index, first in zip(place, wanted.offset))] = part
+            result = part.new_empty(region.shape, dtype=dtype)
+        result[tuple(index - first for index, first in zip(position, region.offset))] = part
     assert result is not None, key
     return result
 
 
-def stacked_places(key: str, wanted: TensorSlice) -> list[tuple[int, ...]]:
-    """Lists layer and expert of each tensor in a slice of a global tensor, as far as the key stacks them."""
-    found: list[tuple[int, ...]] = [()]
-    for first, size in list(zip(wanted.offset, wanted.shape))[: _num_stacked(key)]:
-        found = [(*place, index) for place in found for index in range(first, first + size)]
-    return found
+def stacked_places(key: str, region: TensorSlice) -> list[tuple[int, ...]]:
+    """Returns the layer and expert numbers of each tensor in a slice of a global tensor, if the key stacks them."""
+    positions: list[tuple[int, ...]] = [()]
+    for first, size in list(zip(region.offset, region.shape))[: _num_stacked(key)]:
+        positions = [(*position, index) for position in positions for index in range(first, first + size)]
+    return positions
 
 
 def _num_stacked(key: str) -> int:
-    """Counts the leading axes of a tensor that number layers and experts."""
+    """Counts a tensor's leading axes of layers and experts."""
     return sum(pattern.search(key) is not None for pattern in (STACKED_LAYERS, STACKED_EXPERTS))

@@ -1,4 +1,4 @@
-"""Proves every conversion: each Hugging Face tensor is rebuilt from the checkpoint and compared bit for bit."""
+"""Proves a conversion: rebuilds each Hugging Face tensor from the checkpoint, and compares it bit for bit."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -20,47 +20,46 @@ from mtrain.hf.schema.table import FilledSlice, HfTensor, Table, stream_tensor
 
 
 class Readable(Protocol):
-    """Global tensors of a checkpoint, as saved or computed from several."""
+    """Global tensors of a checkpoint, as saved or merged with adapters."""
 
     @property
     def folder(self) -> Path: ...
 
-    def read(self, key: str, wanted: TensorSlice) -> torch.Tensor:
-        """Reads one slice; the result must not be written to."""
+    def read(self, key: str, region: TensorSlice) -> torch.Tensor:
+        """Reads a region of a tensor; do not write to the result."""
         ...
 
 
 class Proof(NamedTuple):
-    """What was compared."""
+    """Result of a successful comparison."""
 
     num_tensors: int
     size_bytes: int
-    """Size of Hugging Face's tensors."""
+    """Size of the Hugging Face tensors."""
     num_in_mxfp4: int = 0
     """Tensors that were written in MXFP4."""
     rounding: Mapping[str, float] = {}
-    """Name -> largest error of each tensor that MXFP4 does not express exactly, relative to the largest number in its
-    block."""
+    """Name -> largest error of each tensor that MXFP4 rounds, relative to its block's largest number."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """A checkpoint and a Hugging Face folder; one was converted into the other."""
+    """A checkpoint and a Hugging Face folder, one of which was converted into the other."""
 
     table: Table
     checkpoint: Readable
     weights: Weights
     into: Literal["checkpoint", "folder"]
-    """Side that was written: if a cast changed dtypes, both are compared in that side's dtype."""
+    """Side that was written, in whose dtype both are compared."""
     key_of: Callable[[str], str] = str
     """Converts a key in the table to a key in the checkpoint."""
     carried: Carried | None = None
     scales: Carried | None = None
-    """Original scales of weights in MXFP4, which may differ by their rounding alone."""
+    """Original scales of weights in MXFP4, which may differ only by rounding."""
 
 
 def prove(sides: Sides, num_workers: int, check: Callable[[], None] = lambda: None) -> Proof:
-    """Compares every Hugging Face tensor with the one that is made from the checkpoint.
+    """Compares every Hugging Face tensor with the one that the checkpoint gives.
 
     `check` is called between two pieces of work, in any thread; an error that it raises ends the proof.
     """
@@ -88,21 +87,21 @@ def prove(sides: Sides, num_workers: int, check: Callable[[], None] = lambda: No
         return name not in weights.names() or not same_bits(stored[name].tensor(name), weights.tensor(name))
 
     with Meter("proving", sum(sizes.values())) as meter:
-        found = mapped(differs, tensors, num_workers)
-        differing = [tensor.name for (tensor, _), differ in zip(tensors, found, strict=True) if differ]
+        results = mapped(differs, tensors, num_workers)
+        differing = [tensor.name for (tensor, _), differ in zip(tensors, results, strict=True) if differ]
         differing += [name for name in stored if is_changed(name)]
     if differing:
         raise DataError(
-            f"{len(differing)} of {len(sizes)} tensors differ between {checkpoint.folder} and Hugging Face's folder: "
+            f"{len(differing)} of {len(sizes)} tensors differ between {checkpoint.folder} and the Hugging Face folder: "
             f"{shown_names(differing)}"
         )
     return Proof(len(sizes), sum(sizes.values()), len(scales), rounding)
 
 
 def whole(tensor: HfTensor, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Joins the parts of a tensor; a single part is not copied."""
-    first, *others = parts
-    return (torch.cat([first, *others]) if others else first).view(tensor.shape)
+    """Joins the parts of a tensor; does not copy a single part."""
+    pieces = list(parts)
+    return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).view(tensor.shape)
 
 
 def _is_other(
@@ -111,7 +110,7 @@ def _is_other(
     into: Literal["checkpoint", "folder"],
     check: Callable[[], None],
 ) -> bool:
-    """Says whether a tensor differs from the checkpoint's numbers, which come in disk order."""
+    """Returns whether a tensor differs from the checkpoint's numbers, which come in disk order."""
     theirs, start = written.contiguous().view(-1), 0
     for ours in parts:
         check()
@@ -126,7 +125,7 @@ def _is_other(
 def _is_rounded_otherwise(
     name: str, exact: torch.Tensor, scales: SafetensorsFile, written: torch.Tensor, rounding: dict[str, float]
 ) -> bool:
-    """Says whether numbers in MXFP4 differ from the rounded ones; records their largest error."""
+    """Returns whether numbers in MXFP4 differ from the rounded ones; records their largest error."""
     if exact.dtype == written.dtype and same_bits(exact, written):
         return False  # nothing was rounded
     if error := rounding_error(exact, written):

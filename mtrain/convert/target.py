@@ -1,4 +1,4 @@
-"""Checkpoint to be exported: which model it holds, and what its tensors are called in the export."""
+"""Opens a checkpoint for an export: finds its model, and the names of its tensors in the export."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from mtrain.convert.merged import MergedTensors
 from mtrain.convert.origin import ModelSource, source_of
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.schema.family import Family
-from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, chosen_places, has_weights, inside, read_header, read_json
+from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, has_weights, inside, read_header, read_json, weight_map
 from mtrain.hf.schema.registry import ORIGIN, SHARDS_NAME, family_of, fitting_family
 from mtrain.hf.schema.table import FilledSlice, Table
 
@@ -29,33 +29,32 @@ DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": t
 
 
 class ExportTarget(NamedTuple):
-    """A checkpoint and its form in the export."""
+    """A checkpoint, and its form in the export."""
 
     path: Path
     entry: CheckpointEntry | None
-    """Checkpoint with its digests; None for one of another program."""
+    """Checkpoint with its digests; None for another program's checkpoint."""
     tensors: CheckpointTensors | MergedTensors | MegatronTensors
     family: Family
     model: ModelSection
     table: Table
     origin: Path | None
-    """Folder whose config.json and tokenizer are used: the user's choice, else the weights' origin; None without
-    one."""
+    """Folder whose config.json and tokenizer are used: the user's choice, or else the weights' origin."""
     context_tokens: int | None
     tokenizer: Path | None
     """Tokenizer of the run, as in `ModelSource`; None if the user chose a folder."""
     main_weights: bool
-    """Whether to use float32 main weights if the checkpoint has them."""
+    """Whether to prefer float32 main weights if the checkpoint has them."""
     is_import: bool
-    """Whether an import returns to its own form, instead of the result of a run."""
+    """Whether an import returns to its original form."""
     carried: Carried
-    """Tensors of the origin that take no part in the model."""
+    """Tensors of the origin that are not part of the model."""
     published: Published | None = None
-    """MXFP4 form of the origin, if the model is written in it again."""
+    """MXFP4 form of the origin, if the export uses it."""
 
     @property
     def described(self) -> Path | None:
-        """Folder with the config.json, index and shards, or their names, that the export follows."""
+        """Folder with the config.json, the index, and the shards or their names that the export follows."""
         return self.origin if self.published is None else self.published.folder
 
     def key(self, key: str) -> str:
@@ -67,40 +66,40 @@ class ExportTarget(NamedTuple):
         if self.entry is not None:
             files = set(self.entry.manifest.files)
             if not isinstance(self.tensors, MergedTensors):  # its base is verified when it is opened
-                places = self.tensors.tensors
-                files = {saved.file for key in self.table.shapes for saved in places[self.key(key)].slices}
+                saved_tensors = self.tensors.tensors
+                files = {saved.file for key in self.table.shapes for saved in saved_tensors[self.key(key)].slices}
             verify_files(self.entry, files, num_workers)
         if self.carried and self.origin is not None and (self.origin / CARRIED_NAME).exists():
             verify_files(load_entry(self.origin.parent), {f"{ORIGIN}/{CARRIED_NAME}"}, num_workers)
         if self.published is not None and self.published.folder != self.origin:
-            kept = self.published.folder
-            name = f"{ORIGIN}/{kept.name}/{SCALES_NAME}"
-            verify_files(load_entry(kept.parent.parent), {name}, num_workers)
+            folder = self.published.folder
+            name = f"{ORIGIN}/{folder.name}/{SCALES_NAME}"
+            verify_files(load_entry(folder.parent.parent), {name}, num_workers)
 
-    def dtype(self, filled: FilledSlice, wanted: torch.dtype | None) -> torch.dtype:
+    def dtype(self, filled: FilledSlice, requested: torch.dtype | None) -> torch.dtype:
         """Returns a tensor's dtype in the export."""
-        held = self.tensors.tensors[self.key(filled.key)].dtype
-        return held if wanted is None or filled.keeps_dtype else wanted
+        stored = self.tensors.tensors[self.key(filled.key)].dtype
+        return stored if requested is None or filled.keeps_dtype else requested
 
 
 def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> ExportTarget:
-    """Opens a checkpoint and decides its form in the export.
+    """Opens a checkpoint and decides on its form in the export.
 
     Args:
-        like: Folder whose config.json and tokenizer are used, or a file with the section `model`, for a checkpoint of
-            another program; None uses those that the weights came with.
-        dtype: Dtype of the exported tensors; float32 uses main weights if the checkpoint has them.
+        like: Folder whose config.json and tokenizer are used, or, for another program's checkpoint, a file with the
+            section `model`; None uses those that the weights came with.
+        dtype: Dtype of the exported tensors; float32 prefers main weights.
     """
     entry: CheckpointEntry | None = None
     is_import = False
-    if (folder := megatron_folder(path)) is not None:  # its weights are those that computed
+    if (folder := megatron_folder(path)) is not None:
         origin = None if like is None or like.is_file() else like
         source = ModelSource(model_of(folder, like), origin, None)
     else:
         if like is not None and like.is_file():
             raise ConfigError(f"{path} already describes its model; leave --model out")
         entry = checkpoint_at(path).entry
-        assert entry is not None, "checkpoint_at raises where there is none"
+        assert entry is not None, "checkpoint_at raises without one"
         folder, source = entry.path, source_of(entry.path)
         is_import = like is None and imported_model(folder) is not None
         if like is not None:
@@ -110,7 +109,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
     if is_import:
         family = family.as_stored(names)
     elif family.tower is not None or source.model.output.is_tied:
-        # next to a tensor outside of the base model, transformers 4 does not accept names without `model.`
+        # besides a tensor outside the base model, transformers 4 does not accept names without `model.`
         family = family.as_stored(names, for_all_versions=True)
     table = family.table(source.model)
     tensors: CheckpointTensors | MergedTensors | MegatronTensors
@@ -134,36 +133,35 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
         is_import=is_import,
         carried=carried_in(source.origin, family),
     )
-    if entry is not None:  # tensors of another program are checked when they are opened
+    if entry is not None:  # MegatronTensors has checked its keys
         _check_keys(target)
     return target
 
 
 def files_there(origin: Path | None) -> dict[str, Any]:
-    """Returns file -> metadata and tensors of the weights' original folder; empty if unknown. Refuses two files that
-    disagree about the weights."""
+    """Returns file -> metadata and tensor names of the weights' original folder; empty if unknown. Refuses two files
+    that disagree about the weights."""
     if origin is None:
         return {}
     if (origin / SHARDS_NAME).exists():
         return read_json(origin / SHARDS_NAME)
     if not has_weights(origin):  # with --like, config.json is enough
         return {}
-    indexed = chosen_places(origin, read_json(origin / CONFIG_NAME))
+    indexed = weight_map(origin, read_json(origin / CONFIG_NAME))
     if indexed is None:
         header = read_header(inside(origin, SINGLE_NAME))
         return {SINGLE_NAME: {"metadata": header.metadata, "tensors": list(header.tensors)}}
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for name, file in indexed.items():
-        found.setdefault(file, {"metadata": {"format": "pt"}, "tensors": []})["tensors"].append(name)
-    return found
+        files.setdefault(file, {"metadata": {"format": "pt"}, "tensors": []})["tensors"].append(name)
+    return files
 
 
 def exported_family(model: ModelSection, origin: Path | None) -> Family:
-    """Returns the family as which a model is exported; `origin` is the folder whose config.json the export's is based
-    on."""
+    """Returns the family for an export; `origin` is the folder with the config.json that the export's is based on."""
     template = None if origin is None else read_json(origin / CONFIG_NAME)
     family = fitting_family(model) if template is None else family_of(template)
-    # refuses before any work is done
+    # refuses the model before any work
     family.config(model, None if template is None else plain_config(template))
     return family.for_depths(model.mtp_depths)
 
@@ -171,17 +169,22 @@ def exported_family(model: ModelSection, origin: Path | None) -> Family:
 def _check_keys(target: ExportTarget) -> None:
     saved = {key: facts.shape for key, facts in target.tensors.tensors.items()}
     faults = []
-    for key, wanted in target.table.shapes.items():
-        found = saved.get(target.key(key))
-        is_padded = found is not None and key in PADDED_TABLES and found[0] > wanted[0] and found[1:] == wanted[1:]
-        if found is None:
+    for key, shape in target.table.shapes.items():
+        saved_shape = saved.get(target.key(key))
+        is_padded = (
+            saved_shape is not None
+            and key in PADDED_TABLES
+            and saved_shape[0] > shape[0]
+            and saved_shape[1:] == shape[1:]
+        )
+        if saved_shape is None:
             faults.append(f"lacks {target.key(key)}")
-        elif found != wanted and not is_padded:
-            faults.append(f"{target.key(key)} has shape {list(found)} instead of {list(wanted)}")
+        elif saved_shape != shape and not is_padded:
+            faults.append(f"{target.key(key)} has shape {list(saved_shape)} instead of {list(shape)}")
     unexpected = sorted(key for key in saved.keys() - target.table.shapes.keys() if not key.startswith(_LEFT))
-    faults += [f"holds unexpected {key}" for key in unexpected]
+    faults += [f"has unexpected {key}" for key in unexpected]
     if faults:
         more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
         raise DataError(
-            f"{target.path} does not hold a {target.family.model_type} model: {'; '.join(faults[:8])}{more}"
+            f"{target.path} does not contain a {target.family.model_type} model: {'; '.join(faults[:8])}{more}"
         )

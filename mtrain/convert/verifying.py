@@ -1,4 +1,4 @@
-"""Compares a checkpoint with a Hugging Face folder: by tensors, or by the logits of both models."""
+"""Compares a checkpoint with a Hugging Face folder, by tensors or by logits."""
 
 from pathlib import Path
 
@@ -29,20 +29,20 @@ from mtrain.hf.schema.description import disagreements
 
 
 def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
-    """Compares a checkpoint with a folder, tensor by tensor; a float32 folder is compared with a run's main weights."""
+    """Compares a checkpoint with a Hugging Face folder, tensor by tensor; a float32 folder with main weights."""
     source = open_source(hf)
     target = open_target(checkpoint, hf, source.dtype)
     if target.model.mtp_depths and not source.model.mtp_depths:
         source = open_source(hf, depths=target.model.mtp_depths)
     if differing := disagreements(source.model, target.model):
         shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
-        raise DataError(f"{hf} holds another model than {checkpoint} ({shown}); name another folder")
+        raise DataError(f"{hf} has another model than {checkpoint} ({shown}); name another folder")
     target.verify(num_workers)
     origin = None if target.entry is None else source_of(target.path).origin
     carried = {} if origin is None else carried_in(origin, exported_family(target.model, origin))
     # a run that began without images may have them from --like
     if carried and (other := sorted(target.carried.keys() - carried.keys())):
-        raise DataError(f"{hf} holds {shown_names(other)}, which {origin} does not; name another folder")
+        raise DataError(f"{hf} has {shown_names(other)}, but {origin} does not; name another folder")
     sides = Sides(source.table, target.tensors, source.weights, "checkpoint", target.key, carried)
     return prove(sides, num_workers)
 
@@ -54,15 +54,15 @@ _SEED, _BATCH, _SEQ, _TIMEOUT_S = 1234, 2, 64, 60.0
 def compare_logits(checkpoint: Path, hf: Path) -> float:
     """Returns the largest difference of logits on random tokens, in float32, divided by the largest logit.
 
-    A folder in float32 is compared with a run's main weights, any other with the weights that the run computes with.
+    Compares a float32 folder with the checkpoint's main weights, and any other with the model's weights.
     """
     entry = checkpoint_at(checkpoint).entry
-    assert entry is not None, "checkpoint_at raises where there is none"
+    assert entry is not None, "checkpoint_at raises without one"
     model = source_of(entry.path).model
     if model.head is not None:
         raise ConfigError(
-            f"--check-logits compares logits of tokens, but {entry.path} has a head ({model.head}); leave it out: "
-            "every tensor is compared by its bits without it"
+            f"--check-logits compares logits of tokens, but {entry.path} has a head ({model.head}); leave the option "
+            "out, because every tensor is compared bit for bit anyway"
         )
     main = open_source(hf).dtype == torch.float32
     tokens = random_tokens(model.vocab_size)
@@ -76,14 +76,13 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
 
 
 def random_tokens(vocab_size: int) -> Tensor:
-    """Returns random tokens, [batch, seq] int64, always the same."""
+    """Returns the same random tokens, [batch, seq] int64, on every call."""
     return torch.randint(vocab_size, (_BATCH, _SEQ), generator=torch.Generator().manual_seed(_SEED))
 
 
 @torch.no_grad()
 def our_logits(entry: CheckpointEntry, model: ModelSection, groups: Groups, tokens: Tensor, main: bool) -> Tensor:
-    """Computes a checkpoint's logits [batch, seq, vocab_size] in one process, in float32; from main weights if
-    `main`."""
+    """Computes a checkpoint's logits [batch, seq, vocab_size] in float32, in one process; `main`: from main weights."""
     config = _config(model)
     chunks = build_frozen_model(config, groups)
     load_frozen_weights(entry, chunks, groups, config.model, main)
@@ -97,7 +96,7 @@ def our_logits(entry: CheckpointEntry, model: ModelSection, groups: Groups, toke
         is_padding=torch.zeros_like(tokens, dtype=torch.bool),
     )
     output = run_chunk(chunks[0], batch)
-    assert isinstance(output, Logits), "one stage is the last one"
+    assert isinstance(output, Logits), "the only stage is the last one"
     return output.main.whole().transpose(0, 1)[..., : model.vocab_size].float()
 
 

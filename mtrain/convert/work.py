@@ -1,8 +1,8 @@
-"""Working folder of a conversion: files appear one by one, and a repeated call keeps the finished ones.
+"""Working folder of a conversion, which writes files one by one; a repeated call keeps the finished ones.
 
-.OUT.partial/            next to OUT; becomes OUT by one rename when everything is there and proven
-    .plan.json           what is being converted; another conversion starts anew
-    .done/FILE.json      facts of a finished file and their digest; written after the file is on disk
+.OUT.partial/            next to OUT; one rename makes it OUT once it is complete and proven
+    .plan.json           what is converted; another conversion starts over
+    .done/FILE.json      facts of a finished file and their digest, written once the file is on disk
 """
 
 import contextlib
@@ -33,10 +33,10 @@ _GB = 1e9
 
 
 class Meter:
-    """Counts bytes, from any thread."""
+    """Shows the progress of any number of threads, in bytes."""
 
     def __init__(self, title: str, total_bytes: int) -> None:
-        """Shows `title`; `total_bytes` are to be processed."""
+        """`title` is the label of the progress bar, and `total_bytes` its end."""
         self._title, self._total_bytes = title, total_bytes
         self._lock = threading.Lock()
         self._console = Console(stderr=True)
@@ -65,12 +65,12 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Time since the start of the block."""
+        """Seconds since the start of the block."""
         return time.monotonic() - self._start_s
 
     @property
     def rate(self) -> str:
-        """Average speed so far, as text in GB/s."""
+        """Average speed so far, as text."""
         return f"{self.done_bytes / _GB / max(self.seconds, 1e-9):.2f} GB/s"
 
     def add(self, num_bytes: int) -> None:
@@ -94,25 +94,25 @@ class Unit(NamedTuple):
 
 
 class StoppedError(Exception):
-    """Another worker failed or the user stopped the program; never leaves this module."""
+    """Stops a worker because another one failed, or the user stopped the program; never leaves this module."""
 
 
 @contextlib.contextmanager
 def working_folder(out: Path, conversion: dict[str, Any]) -> Iterator[Path]:
-    """Yields the folder to write into, which becomes `out` when the block ends well.
+    """Yields the folder to write into, which becomes `out` if the block succeeds.
 
-    Files of an earlier call for the same conversion are kept, and stay if the block fails, unless it raises a
-    DataError: then something that was read is damaged, perhaps what was written.
+    Keeps the files of an earlier call for the same conversion, and those of a block that fails, unless it raises a
+    DataError, which may mean that they are damaged.
     """
     if out.exists():
         raise ConfigError(f"{out} exists and is not overwritten; name another folder or move it away")
     folder = staging_folder(out)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as resources:
         with disk_faults(f"make {folder}"):
-            if folder.is_symlink():  # its target belongs to somebody else
+            if folder.is_symlink():  # whose target belongs to somebody else
                 folder.unlink()
             folder.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context((folder / _LOCK).open("w"))
+            lock = resources.enter_context((folder / _LOCK).open("w"))
             if try_lock(lock.fileno(), fcntl.LOCK_EX) is LockOutcome.BUSY:
                 raise RunFolderError(f"another process is converting into {out}; wait for it or stop it")
         with disk_faults(f"write {folder}"):
@@ -122,7 +122,7 @@ def working_folder(out: Path, conversion: dict[str, Any]) -> Iterator[Path]:
         except DataError as fault:
             with disk_faults(f"write {folder}"):
                 (folder / _CONVERSION).unlink(missing_ok=True)
-            raise DataError(f"{fault}; nothing written is kept: another call starts over") from fault
+            raise DataError(f"{fault}; the next call starts over") from fault
         with disk_faults(f"complete {out}"):
             remove(folder / _DONE)
             for name in (_CONVERSION, _LOCK):
@@ -135,49 +135,49 @@ def working_folder(out: Path, conversion: dict[str, Any]) -> Iterator[Path]:
 
 
 def staging_folder(out: Path) -> Path:
-    """Returns the folder in which a conversion into `out` works until it is complete."""
+    """Returns the working folder of a conversion into `out`."""
     return out.with_name(f"{_STAGING_PREFIX}{out.name}{_STAGING_SUFFIX}")
 
 
 def staging_folders(parent: Path) -> list[Path]:
-    """Lists the working folders, and links to them, of conversions into folders of `parent`, left over or in use."""
+    """Lists the working folders of conversions into folders of `parent`, and links to them, in use or left over."""
     return sorted(parent.glob(f"{_STAGING_PREFIX}*{_STAGING_SUFFIX}"))
 
 
 def is_published(path: Path) -> bool:
-    """Says whether a file in the working folder belongs to the result."""
+    """Returns whether a file in the working folder belongs to the result."""
     return path.name not in (_CONVERSION, _LOCK) and path.suffix != _PART
 
 
 def _begin(folder: Path, conversion: dict[str, Any]) -> None:
-    said = json.dumps(conversion, indent=1, sort_keys=True)
+    text = json.dumps(conversion, indent=1, sort_keys=True)
     path = folder / _CONVERSION
-    goes_on = path.is_file() and path.read_bytes() == said.encode()
-    finished = {record.stem for record in (folder / _DONE).glob("*.json")} if goes_on else set()
-    for left in folder.iterdir():
-        # what comes with the files is written anew, since it may have changed
-        if left.name not in (_LOCK, *((_CONVERSION, _DONE) if goes_on else ()), *finished):
-            remove(left)
-    if goes_on:
+    is_resumed = path.is_file() and path.read_bytes() == text.encode()
+    finished = {record.stem for record in (folder / _DONE).glob("*.json")} if is_resumed else set()
+    for leftover in folder.iterdir():
+        # deletes side files, which are written again because they may have changed
+        if leftover.name not in (_LOCK, *((_CONVERSION, _DONE) if is_resumed else ()), *finished):
+            remove(leftover)
+    if is_resumed:
         _log.info(f"resuming an earlier call: {len(finished)} files are done")
         return
     (folder / _DONE).mkdir()
-    write_atomically(path, said)
+    write_atomically(path, text)
 
 
 Tell: TypeAlias = Callable[[int], None]
 """Receives the number of bytes that were written."""
 Write: TypeAlias = Callable[[Unit, Path, Tell], Any]
-"""Writes a file to a path and returns facts about it, as JSON."""
+"""Writes a file to a path, and returns facts about it that fit into JSON."""
 IsWhole: TypeAlias = Callable[[Unit, Path, Any], bool]
-"""Says, by its facts, whether an existing file still is what was written."""
+"""Returns, from its facts, whether an existing file is still as it was written."""
 
 
 def run_units(
     folder: Path, units: Sequence[Unit], write: Write, is_whole: IsWhole, num_workers: int, title: str
 ) -> dict[str, Any]:
-    """Writes every file that is not done yet or was damaged since, and returns file -> facts that `write` returned."""
-    _ask_for_room(folder, sum(unit.size_bytes for unit in units if not _record(folder, unit).exists()))
+    """Writes every file that is missing or damaged; returns file -> the facts from `write`."""
+    _check_space(folder, sum(unit.size_bytes for unit in units if not _record(folder, unit).exists()))
     stop = threading.Event()
 
     def run(unit: Unit, meter: Meter) -> Any:
@@ -207,14 +207,14 @@ def run_units(
     return {name: future.result() for name, future in futures.items()}
 
 
-def _ask_for_room(folder: Path, size_bytes: int) -> None:
-    """Refuses before the first byte what the disk would refuse after hours."""
+def _check_space(folder: Path, size_bytes: int) -> None:
+    """Refuses a conversion that would fill the disk, before its first byte."""
     with disk_faults(f"look at {folder}"):
         free = shutil.disk_usage(folder).free
     if size_bytes > free:
         raise MachineError(
-            f"{folder.parent} has {free / _GB:.2f} GB free, but {size_bytes / _GB:.2f} GB are to be written there; "
-            "free space, or name a folder on a larger disk"
+            f"{folder.parent} has {free / _GB:.2f} GB free, but the conversion needs {size_bytes / _GB:.2f} GB; free "
+            "space, or name a folder on a larger disk"
         )
 
 
@@ -224,7 +224,7 @@ def _record(folder: Path, unit: Unit) -> Path:
 
 
 def _recorded(folder: Path, unit: Unit, write: Write, is_whole: IsWhole, tell: Tell) -> Any:
-    """Writes one file and its facts; if it is finished and whole, only reads the facts."""
+    """Writes one file and its facts, or only reads the facts if the file is finished and whole."""
     record, file = _record(folder, unit), folder / unit.name
     facts = _read(record) if file.is_file() else None
     if facts is not None and is_whole(unit, file, facts):
@@ -241,10 +241,10 @@ def _recorded(folder: Path, unit: Unit, write: Write, is_whole: IsWhole, tell: T
 
 
 def _read(record: Path) -> Any:
-    """Returns the facts of a file; None without any, or if the record is damaged."""
+    """Returns the facts of a finished file; None if the record is missing or damaged."""
     try:
-        said = parsed_json(record.read_bytes())
-        return said["facts"] if said["digest"] == _digest(said["facts"]) else None
+        content = parsed_json(record.read_bytes())
+        return content["facts"] if content["digest"] == _digest(content["facts"]) else None
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 

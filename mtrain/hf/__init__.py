@@ -1,4 +1,4 @@
-"""Hugging Face's model folders: a declarative table per family; strict reading and writing of safetensors.
+"""Hugging Face model folders: a declarative table per family, and strict reading and writing of safetensors.
 
-Functions that read raise a DataError where a file is missing, damaged or not supported.
+Functions that read raise a DataError if a file is missing, damaged or not supported.
 """

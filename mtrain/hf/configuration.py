@@ -9,28 +9,28 @@ from mtrain.config.load import Part, read_merged
 
 
 def load_config(parts: Part | Sequence[Part], overrides: str | Sequence[str] = ()) -> Config:
-    """Builds the configuration that `parts`, merged left to right, and then `overrides` describe.
+    """Builds a configuration from `parts`, merged left to right, and `overrides`.
 
     Args:
         parts: One or more YAML paths and mappings such as `{"train": {"num_steps": 5}}`; later ones take precedence.
-        overrides: Texts of the form `section.key=value`, as `read_merged` takes them.
+        overrides: One or more texts of the form `section.key=value`.
 
     Raises:
-        ConfigError: Values are wrong; the message has one line per fault, starting with the dotted key or the file.
-        DataError: The folder in model.hf cannot be understood.
+        ConfigError: Values are wrong; the message has one line per fault, which starts with the dotted key or the file.
+        DataError: The folder in model.hf cannot be read.
     """
     return read_merged(parts, overrides).config(resolved)
 
 
 def notes_on(config: Config) -> list[str]:
-    """Returns notes on the folder that `model.hf` names, if any.
+    """Returns notes on the folder in `model.hf`.
 
     Raises:
-        ConfigError: Requested exports are impossible.
+        ConfigError: The run asks for exports that are impossible.
         DataError: The folder is damaged.
     """
     if config.checkpoint.export_hf_every_steps:
-        from mtrain.hf.schema.registry import refuse_unexportable  # all families, which other runs do without
+        from mtrain.hf.schema.registry import refuse_unexportable  # loads all families, which other runs do not need
 
         refuse_unexportable(config)
     if config.model.hf is None:
@@ -41,14 +41,14 @@ def notes_on(config: Config) -> list[str]:
 
 
 def resolved(content: dict[Any, Any]) -> dict[Any, Any]:
-    """Fills in the architecture of `model.hf`, and adapter targets that follow from the family.
+    """Fills in the architecture from `model.hf`, and adapter targets that depend on the family.
 
     Raises:
         ConfigError: A key contradicts the folder.
-        DataError: The folder cannot be understood.
+        DataError: The folder cannot be read.
     """
     if isinstance(model := content.get("model"), dict) and "hf" in model:
-        from mtrain.hf.schema.description import with_architecture  # all families, which other runs do without
+        from mtrain.hf.schema.description import with_architecture  # loads all families, which other runs do not need
 
         content = with_architecture(content)
     if all_linear_in(content) is not None:

@@ -95,7 +95,7 @@ def test_a_name_of_the_hub_says_how_to_download_it(tmp_path: Path) -> None:
     given = content(model={"hf": "Qwen/Qwen3-8B"})
     code, text = call("config", write(tmp_path / "run.yaml", given))
     assert code == 2
-    assert "model.hf=Qwen/Qwen3-8B holds no config.json; name a folder of Hugging Face" in text
+    assert "model.hf=Qwen/Qwen3-8B has no config.json; name a Hugging Face folder" in text
     assert hub in text
     records = {"kind": "sft", "seq_length": 8, "train": [{"path": "a.jsonl"}], "tokenizer": "Qwen/Qwen3-8B"}
     code, text = call("check", write(tmp_path / "sft.yaml", content(data=records)), "--world-size", 1)

@@ -82,17 +82,17 @@ def test_what_a_folder_lacks_is_refused(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / FILE)
     without = {key: value for key, value in tensors.items() if not key.startswith("mtp.")}
     content = {"model": {"hf": str(tmp_path), "mtp_depths": 2}}
-    with refuses(ConfigError, "model.mtp_depths=2", "says 1"):
+    with refuses(ConfigError, "model.mtp_depths=2", "has 1"):
         with_architecture(content)
     del tensors["mtp.fc.weight"]
     save_file(tensors | {"mtp.embed_tokens.weight": torch.zeros(61, 32)}, tmp_path / FILE, {"format": "pt"})
     with refuses(DataError, "lacks mtp.fc.weight", "unexpected mtp.embed_tokens.weight"):
         import_hf(tmp_path, tmp_path / "ours", None, num_workers=1, depths=1)
     save_file(without, tmp_path / FILE, {"format": "pt"})
-    with refuses(DataError, "--mtp-depths=1", "holds 0"):
+    with refuses(DataError, "--mtp-depths=1", "has 0"):
         import_hf(tmp_path, tmp_path / "ours", None, num_workers=1, depths=1)
     content["model"]["mtp_depths"] = 1
-    with refuses(ConfigError, "model.mtp_depths=1", "says 0"):
+    with refuses(ConfigError, "model.mtp_depths=1", "has 0"):
         with_architecture(content)
 
 

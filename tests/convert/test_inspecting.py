@@ -123,7 +123,7 @@ def test_a_changed_byte_is_found_and_what_has_no_checksums_is_not_called_good(ru
     file.write_bytes(content)
     code, text = said("verify", copy)
     assert code == 3
-    assert "__0_0.distcp was saved with other bytes (BLAKE3 differs)" in text
+    assert "__0_0.distcp has changed since it was saved (BLAKE3 differs)" in text
     code, text = said("verify", changed(tmp_path / "theirs", {"w": torch.zeros(2)}))
     assert code == 3
     assert "has no checksums" in text

@@ -266,7 +266,7 @@ CASES = {
         lambda place: {"data": place.sft(LINE), "eval": {"prompts_file": "nowhere.txt", "interval_steps": 1}},
     ),
     "a tensor less": _hf("lacks model.norm.weight", _without_norm),
-    "a tensor more": _hf("holds unexpected", _with_another),
+    "a tensor more": _hf("has unexpected", _with_another),
     "another shape": _hf("has shape", _narrower),
     "codes for weights": _hf("plain floating-point", _integers),
     "a file that is cut off": Case(3, "model.safetensors", _cut_file),
@@ -277,7 +277,7 @@ CASES = {
     "a place without weights": Case(
         3, "neither a checkpoint", lambda place: {"checkpoint": {"initialize_from": "nowhere"}}
     ),
-    "another adapter": Case(3, "another adapter", _adapter),
+    "another adapter": Case(3, "differs from the run's adapter", _adapter),
     "a teacher of another vocabulary": Case(
         2,
         "the teacher's vocabulary",
@@ -288,7 +288,7 @@ CASES = {
     ),
     "a model without a family": Case(
         2,
-        "asks for folders of Hugging Face",
+        "asks for Hugging Face folders",
         lambda place: {
             "checkpoint": {"interval_steps": 1, "export_hf_every_steps": 1},
             "model": {**SMALL, "activation": "gelu", "norm": "layernorm"},

@@ -69,4 +69,4 @@ def test_a_file_of_ggufs_kind_becomes_a_model_that_the_run_starts_from(
     assert code == 0, text
     assert "tp1-pp1-cp2-dp1 on 2 ranks" in text
     assert "packed rows of 512" in text
-    assert "fields that are unknown here" not in text, "GGUF's own names, _model_name_or_path and unk_token_id"
+    assert "fields that mtrain does not know" not in text, "GGUF's own names, _model_name_or_path and unk_token_id"

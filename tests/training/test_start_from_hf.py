@@ -128,7 +128,7 @@ def test_a_run_starts_from_a_folder_and_goes_on_without_it(tmp_path: Path) -> No
     assert abs(one) < 1e-7 < two < three
     gone = command("train", tmp_path / "run.yaml")
     assert gone.returncode == 2
-    assert "holds no config.json" in gone.stderr
+    assert "has no config.json" in gone.stderr
 
 
 def test_the_resolved_configuration_says_the_architecture_and_repeats_itself(tmp_path: Path) -> None:

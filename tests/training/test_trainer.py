@@ -244,7 +244,11 @@ def test_a_run_starts_from_the_weights_of_another(command: Any, start: Any, tmp_
         (["loss.function=my_losses:halved"], 2, ["my_losses", "halved"]),
         (["data.kind=indexed", "data.train=[{path: nowhere/corpus}]"], 3, ["nowhere/corpus"]),
         (["checkpoint.initialize_from=nowhere"], 3, ["nowhere"]),
-        (["loss.function=my_losses:not_a_number"], 4, ["step 1: ", "main", "nan", "no good checkpoint to go back to"]),
+        (
+            ["loss.function=my_losses:not_a_number"],
+            4,
+            ["step 1: ", "main", "nan", "no good checkpoint is left to go back to"],
+        ),
         (["loss.function=my_losses:counted_twice"], 4, ["main", "128.0", "64.0"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else str(value),

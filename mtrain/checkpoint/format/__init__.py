@@ -1,1 +1,1 @@
-"""Bytes of one checkpoint: tensors, metadata and training state, written and read without running code from them."""
+"""Files of one checkpoint: tensors, metadata and training state; reading them runs no code from them."""

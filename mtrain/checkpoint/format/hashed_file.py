@@ -1,7 +1,7 @@
-"""Files whose digest is known once they have been written.
+"""Files that are hashed while they are written.
 
-Hashing runs parallel to writing, in another thread: both release the interpreter's lock. A third thread asks the disk
-to take what has been written so far, so that little is left to wait for at the end.
+Hashing runs in a thread beside the writing, since both release the GIL. Another thread starts the writeback of what has
+been written so far, so that the sync at the end is short.
 """
 
 import ctypes
@@ -20,23 +20,23 @@ from mtrain.base.steady_files import SteadyFile
 from mtrain.checkpoint.store.manifest import DigestAlgorithm, FileInfo
 
 _BEGIN_BYTES = 1 << 24
-"""Number of new bytes after which the disk is asked to begin."""
+"""Number of new bytes after which writeback starts."""
 _SYNC_FILE_RANGE_WRITE = 2
-"""Flag of Linux' `sync_file_range` that begins to write the range and waits for nothing."""
+"""Flag of Linux' `sync_file_range` that starts writeback and does not wait for it."""
 _NOT_POSSIBLE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)
-"""Error numbers of a kernel, file system or file without this call; the final sync then writes everything."""
+"""Errors of a kernel, file system or file that lacks this call; the final sync then writes everything."""
 
 
 class WriteBehind:
-    """Asks the disk, in a thread, to write what a file has so far.
+    """Starts, in a thread, the writeback of a file that grows at its end.
 
-    The file is written from its beginning. The caller syncs the complete file, which also reports what the disk refused
-    meanwhile. A `with` block waits at its end. `descriptor` must stay open as long as this object.
+    The caller syncs the complete file, which also reports errors of the disk. A `with` block waits at its end.
+    `descriptor` must stay open as long as this object.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._begun_bytes, self._new_bytes = descriptor, 0, 0
-        # at most one request is under way, so none waits for the worker
+        # at most one request is in flight, so none waits for the worker
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="write-behind")
         self._asking: Future[None] | None = None
 
@@ -49,8 +49,8 @@ class WriteBehind:
             self.wait()
 
     def note(self, num_bytes: int) -> None:
-        """Counts bytes that have been written to the file, and starts their writeback if they are enough; raises
-        OSError if the disk has refused earlier bytes."""
+        """Counts new bytes of the file, and starts their writeback once they are enough; raises OSError if an earlier
+        writeback failed."""
         self._new_bytes += num_bytes
         if self._new_bytes >= _BEGIN_BYTES and (self._asking is None or self._asking.done()):
             self.wait()
@@ -58,18 +58,18 @@ class WriteBehind:
             self._begun_bytes, self._new_bytes = self._begun_bytes + self._new_bytes, 0
 
     def wait(self) -> None:
-        """Waits until no request is under way; raises OSError if the disk refuses."""
+        """Waits for the request in flight; raises OSError if it failed."""
         if self._asking is not None:
             self._asking.result()
 
     def close(self) -> None:
-        """Ends the thread after the request that is under way."""
+        """Ends the thread after the request in flight."""
         self._worker.shutdown()
 
 
 def begin_writing(descriptor: int, start: int, num_bytes: int) -> None:
     """Starts the writeback of a range of a file; returns once all of it is queued, not when it is on disk. Unlike
-    fdatasync it commits no journal and flushes no cache of the disk."""
+    fdatasync, it neither commits a journal nor flushes the disk's cache."""
     if sys.platform != "linux":  # the final sync writes everything
         return
     library = ctypes.CDLL(None, use_errno=True)
@@ -87,18 +87,18 @@ _READ_BYTES = 1 << 20
 
 
 class HashedFile(io.RawIOBase):
-    """New file, written from beginning to end; every method raises OSError if the disk refuses."""
+    """New file, written from beginning to end; every method raises OSError if the disk fails."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        # O_EXCL: a file that is there belongs to another writer; O_CLOEXEC: no child process keeps the file open
+        # O_EXCL: an existing file belongs to another writer; O_CLOEXEC: no child process keeps the file open
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except OSError:
-            super().close()  # else the collector closes what was never opened
+            super().close()  # or the garbage collector would close a file that was never opened
             raise
         self._digest, self._size_bytes = blake3(), 0
-        # at most one hash is under way, so none waits for the worker
+        # at most one hash is in flight, so none waits for the worker
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-file")
         self._behind = WriteBehind(self._descriptor)
 
@@ -117,7 +117,7 @@ class HashedFile(io.RawIOBase):
         else:
             hashing = self._hasher.submit(self._digest.update, view)
             try:
-                # in pieces, so that the disk is asked to begin in the middle of a large tensor
+                # in pieces, so that writeback starts in the middle of a large tensor
                 for start in range(0, view.nbytes, _PIECE_BYTES):
                     self._write(view[start : start + _PIECE_BYTES])
             finally:
@@ -131,7 +131,7 @@ class HashedFile(io.RawIOBase):
         return FileInfo(size_bytes=self._size_bytes, blake3=self._digest.hexdigest())
 
     def close(self) -> None:
-        """Closes the file; without `finish` its end may not be on disk."""
+        """Closes the file; without an earlier `finish`, its end may not be on disk."""
         if not self.closed:
             self._hasher.shutdown()
             self._behind.close()
@@ -139,7 +139,7 @@ class HashedFile(io.RawIOBase):
         super().close()
 
     def _write(self, view: memoryview) -> None:
-        # a write may take less than it was given, for instance only what still fits on the disk
+        # a write may be partial, for instance on a nearly full disk
         while view.nbytes:
             written = os.write(self._descriptor, view)
             self._size_bytes += written
@@ -148,7 +148,7 @@ class HashedFile(io.RawIOBase):
 
 
 def write_hashed(path: Path, data: bytes) -> FileInfo:
-    """Writes a whole small file, which is on disk when this returns."""
+    """Writes a small file and syncs it."""
     with HashedFile(path) as file:
         file.write(data)
         return file.finish()

@@ -1,11 +1,11 @@
-"""Reader of a checkpoint's metadata that runs and builds nothing that they name.
+"""Reads a checkpoint's metadata without running or building anything that the metadata names.
 
-torch keeps them, `.metadata`, as a pickle, and a pickle can name any function to call. Python's unpickler makes real
-objects, and even if few classes are let through a pickle can set their attributes for the whole process (opcode BUILD),
-or end the process by a huge memo number or a key nested too deeply. Here nothing is imported, called, built or changed:
-an object is a `Built`, the class's name with the pickled description, and every value that is used is checked. Only the
-opcodes that lists of tensors need are known; `pickletools` of Python's standard library describes each of them. Work
-and memory are proportional to the length of the pickle, and nothing recurses. Nothing else of a checkpoint is read so.
+torch stores the metadata, `.metadata`, as a pickle, and a pickle can call any function. Python's unpickler makes real
+objects; even if it admits few classes, a pickle can set their attributes for the whole process (opcode BUILD), or crash
+the process with a huge memo number or a deeply nested key. Here nothing is imported, called, built or changed: an
+object is a `Built`, the class's name with the pickled description, and every value is checked before use. Only the
+opcodes that lists of tensors need are known; Python's `pickletools` describes each of them. Work and memory are
+proportional to the length of the pickle, and nothing recurses.
 """
 
 import math
@@ -22,25 +22,25 @@ from mtrain.base.plain_files import read_plain_file
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 
 _SAME_MODULES = {"pathlib._local": "pathlib", "__builtin__": "builtins"}
-"""Module names of Python 3.13 and of protocol 2 -> names under which other versions have the same classes."""
+"""Module names of Python 3.13 and of protocol 2 -> their names in other versions."""
 _LONGEST_SHOWN = 100
-"""Number of characters of a name that a message shows at most."""
+"""Largest number of a name's characters in a message."""
 
 
 class PickleError(ValueError):
-    """The pickle is damaged or asks for something that is refused."""
+    """The pickle is damaged, or asks for something that is not allowed."""
 
 
 @dataclass(eq=False, slots=True)
 class Named:
-    """Class or function that a pickle names, as `module.name`."""
+    """Class or function named by a pickle, as `module.name`."""
 
     name: str
 
 
 @dataclass(eq=False, slots=True)
 class Built:
-    """Object that a pickle describes; compared and hashed by identity, so as a key it costs nothing."""
+    """Object described by a pickle; compared and hashed by identity, so that hashing a key costs nothing."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -56,11 +56,11 @@ class Saved:
 
 
 def read_inert(raw: bytes, allowed: Collection[str]) -> Any:
-    """Reads a pickle as plain data; bytes after its end are an error.
+    """Reads a pickle, which may only use names in `allowed`, as plain data; bytes after its end are an error.
 
     Returns:
-        None, bool, int, float, str, bytes, tuple, list, dict (of text, whole numbers and `Built` as keys), `Built`,
-            `Named` or `Saved`. A set is the list of its elements.
+        None, bool, int, float, str, bytes, tuple, list, dict (with str, int and `Built` keys), `Built`, `Named` or
+            `Saved`. A set becomes the list of its elements.
     """
     return _Machine(raw, allowed).run()
 
@@ -73,7 +73,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         """Height of the stack at each open mark."""
-        self.memo: dict[int, Any] = {}  # a dict, so that a huge number costs no more than a small one
+        self.memo: dict[int, Any] = {}  # a dict, so that a huge index costs no more than a small one
         self._names: dict[str, Named] = {}
 
     def run(self) -> Any:
@@ -82,12 +82,12 @@ class _Machine:
             while (code := self._raw[self._at]) != _STOP:
                 self._at += 1
                 steps[code](self)
-        except IndexError:  # from the stack, the marks or the bytes: the pickle takes something that is not there
-            self._refuse("is cut or takes more from its stack than is there")
+        except IndexError:  # from the stack, the marks or the bytes
+            self._refuse("is truncated, or pops more from its stack than it has pushed")
         except KeyError as fault:
             self._refuse(f"refers to {str(fault)[:_LONGEST_SHOWN]}, which it has not stored")
         except (UnicodeDecodeError, struct.error) as fault:
-            self._refuse(f"holds no text or number where one is due ({fault})")
+            self._refuse(f"has a malformed text or number ({fault})")
         if self._at + 1 != len(self._raw):
             self._refuse("continues after its end")
         if len(self.stack) != 1 or self.marks:
@@ -98,19 +98,19 @@ class _Machine:
         raise PickleError(f"its pickle {reason}, at byte {self._at}")
 
     def refuse_opcode(self) -> None:
-        self._refuse(f"holds the opcode {self._raw[self._at - 1]:#04x}, which is refused")
+        self._refuse(f"contains the opcode {self._raw[self._at - 1]:#04x}, which is not allowed")
 
     def take(self, count: int) -> bytes:
         begin, self._at = self._at, self._at + count
         if self._at > len(self._raw):
-            self._refuse("is cut")
+            self._refuse("is truncated")
         return self._raw[begin : self._at]
 
     def number(self, size: int, signed: bool = False) -> int:
         return int.from_bytes(self.take(size), "little", signed=signed)
 
     def sized(self, size: int) -> bytes:
-        """Reads bytes whose length, a number of `size` bytes, comes first."""
+        """Reads bytes after their length, a number of `size` bytes."""
         return self.take(self.number(size))
 
     def pop(self) -> Any:
@@ -124,15 +124,15 @@ class _Machine:
 
     def pop_to_mark(self) -> list[Any]:
         start = self.marks.pop()
-        found = self.stack[start:]
+        values = self.stack[start:]
         del self.stack[start:]
-        return found
+        return values
 
     def _top(self, kind: type[Any]) -> Any:
         top = self.pop()
         if type(top) is not kind:
             changed = top.name if type(top) is Named else f"a value of type {type(top).__name__}"
-            self._refuse(f"changes {changed}, where an object, list or dict of its own is expected")
+            self._refuse(f"changes {changed} instead of an object, list or dict that it has made")
         self.stack.append(top)
         return top
 
@@ -142,24 +142,24 @@ class _Machine:
     def set_items(self, pairs: list[Any]) -> None:
         target = self._top(dict)
         if len(pairs) % 2:
-            self._refuse("holds a key without a value")
+            self._refuse("has a key without a value")
         for number in range(0, len(pairs), 2):
-            if type(pairs[number]) not in (str, int, Built):  # hashing a deeply nested tuple ends the process
+            if type(pairs[number]) not in (str, int, Built):  # hashing a deeply nested tuple would crash the process
                 self._refuse(f"has a key of type {type(pairs[number]).__name__}")
             target[pairs[number]] = pairs[number + 1]
 
     def memoize(self, size: int = 0) -> None:
-        """Stores the topmost value under the number of `size` bytes that follows, or else the next free one."""
+        """Stores the topmost value under an index of `size` bytes that follows, or for 0 under the next free one."""
         top = self.stack[-1]
-        # the next one is the memo's size, as in Python's own unpickler
+        # the next free index is the memo's size, as in Python's unpickler
         self.memo[self.number(size) if size else len(self.memo)] = top
 
     def name_in_text(self) -> None:
-        """Pushes a name that is given as two lines: module and name."""
+        """Pushes a name that follows as two lines, module and name."""
         ends = [self._raw.find(b"\n", self._at)]
         ends.append(self._raw.find(b"\n", ends[0] + 1) if ends[0] >= 0 else -1)
         if ends[1] < 0:
-            self._refuse("is cut")
+            self._refuse("is truncated")
         module, name = self._raw[self._at : ends[0]].decode(), self._raw[ends[0] + 1 : ends[1]].decode()
         self._at = ends[1] + 1
         self._push_name(module, name)
@@ -174,12 +174,12 @@ class _Machine:
         full = f"{_SAME_MODULES.get(module, module)}.{name}"
         if full not in self._allowed:
             shown = full[:_LONGEST_SHOWN].encode("unicode_escape").decode()
-            raise PickleError(f"it asks for {shown}, which is refused")
-        # one object per name: a name that occurs a million times costs as much as one
+            raise PickleError(f"it asks for {shown}, which is not allowed")
+        # one object per name, however often the name occurs
         self.stack.append(self._names.setdefault(full, Named(full)))
 
     def call(self) -> None:
-        """Pushes a placeholder for the result of calling a function or class with a tuple of arguments."""
+        """Pushes a placeholder for the result of a call with a tuple of arguments."""
         function, arguments = self.pop_several(2)
         if type(function) is not Named or type(arguments) is not tuple:
             self._refuse("calls something other than a name, or without a tuple of arguments")
@@ -207,8 +207,8 @@ def _pushing(value_of: Callable[[_Machine], Any]) -> _Step:
 
 
 _KNOWN: dict[bytes, _Step] = {
-    b"\x80": lambda machine: machine.take(1),  # PROTO: all opcodes of protocol 2 and up are read alike
-    b"\x95": lambda machine: machine.take(8),  # FRAME: useful only when reading from a pipe
+    b"\x80": lambda machine: machine.take(1),  # PROTO: opcodes mean the same in protocol 2 and later ones
+    b"\x95": lambda machine: machine.take(8),  # FRAME: useful only to a reader of a pipe
     b"N": _pushing(lambda machine: None),
     b"\x88": _pushing(lambda machine: True),
     b"\x89": _pushing(lambda machine: False),
@@ -246,23 +246,23 @@ _KNOWN: dict[bytes, _Step] = {
     b"R": _Machine.call,
     b"\x81": _Machine.call,  # NEWOBJ: an object of a class, before its fields
     b"b": _Machine.give_state,
-    b"Q": _pushing(lambda machine: Saved(machine.pop())),  # BINPERSID: data that lies outside of the pickle
+    b"Q": _pushing(lambda machine: Saved(machine.pop())),  # BINPERSID: data outside the pickle
 }
 _STEPS: tuple[_Step, ...] = tuple(_KNOWN.get(bytes([code]), _Machine.refuse_opcode) for code in range(256))
 
 
 _METADATA = ".metadata"
 _MOST_BYTES = 1 << 28
-"""Largest size of the metadata; about two million slices."""
+"""Largest metadata, which list about two million slices."""
 _MOST_AXES = 64
-"""Largest number of axes, as in torch."""
+"""Torch's limit on axes."""
 _MOST_ELEMENTS = 1 << 63
 _LONGEST_NAME = 255
-"""Largest number of bytes in a file's name."""
+"""Limit on bytes in a file's name."""
 _LONGEST_KEY = 1000
-"""Largest number of characters in a tensor's name."""
+"""Limit on characters in a tensor's name."""
 _IN_TORCH = "torch.distributed.checkpoint."
-# every dtype that this torch has, under all names (torch.half and torch.float16)
+# every dtype of the installed torch, under all of its names (torch.half and torch.float16)
 _DTYPES = {f"torch.{name}": dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _ALLOWED = {
     *_DTYPES,
@@ -292,34 +292,34 @@ _ALLOWED = {
 
 
 class SavedSlice(NamedTuple):
-    """Slice of a global tensor and the place of its bytes."""
+    """Slice of a global tensor, and where its bytes are."""
 
     at: TensorSlice
     file: str
     """Plain name of a file in the checkpoint's folder."""
     start_bytes: int
     length_bytes: int
-    """Length of the record, including everything that torch.save writes around the values."""
+    """Length of the record, including what torch.save writes around the values."""
 
 
 class GlobalTensor(NamedTuple):
     dtype: torch.dtype
     shape: Sizes
     slices: tuple[SavedSlice, ...]
-    """Saved slices, all with distinct offsets and inside the shape."""
+    """Saved slices, with distinct offsets and inside the shape."""
 
 
 class TensorMetadata(NamedTuple):
-    """Metadata of a checkpoint, checked."""
+    """Validated metadata of a checkpoint."""
 
     tensors: dict[str, GlobalTensor]
-    others: set[str]
-    """Names of saved objects that are not tensors; these cannot be read."""
+    non_tensors: set[str]
+    """Names of saved objects other than tensors, which cannot be read."""
 
 
 def read_metadata(folder: Path) -> TensorMetadata:
-    """Reads and checks the list of tensors of a checkpoint in `torch_dist` format; refuses metadata that are damaged or
-    too long, name code or files elsewhere, or contradict themselves."""
+    """Reads a checkpoint's list of tensors in `torch_dist` format; refuses metadata that are damaged or too long, name
+    code or files elsewhere, or contradict themselves."""
     path = folder / _METADATA
     try:
         return _tensor_metadata(read_inert(read_plain_file(path, _MOST_BYTES), _ALLOWED))
@@ -336,41 +336,41 @@ def _tensor_metadata(content: Any) -> TensorMetadata:
     saved, storage = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not isinstance(saved, dict) or not isinstance(storage, dict):
         raise ValueError("it has no names of tensors, or no files")
-    places = _places(storage)
+    locations = _locations(storage)
     tensors: dict[str, GlobalTensor] = {}
-    others = set()
+    non_tensors = set()
     for key, facts in saved.items():
-        # isprintable: the name stands in messages and must not break their one line
+        # isprintable, because messages show the name on one line
         if not isinstance(key, str) or not 0 < len(key) <= _LONGEST_KEY or not key.isprintable():
             raise ValueError(f"it has {repr(key)[:_LONGEST_NAME]} as a name")
         if isinstance(facts, Built) and facts.name == f"{_IN_TORCH}metadata.BytesStorageMetadata":
-            # listed, not read: their bytes are a pickle of their own
-            others.add(key)
+            # listed but never read, because their bytes are another pickle
+            non_tensors.add(key)
         else:
-            tensors[key] = _tensor(key, _fields(facts, "metadata.TensorStorageMetadata"), places)
-    return TensorMetadata(tensors, others)
+            tensors[key] = _tensor(key, _fields(facts, "metadata.TensorStorageMetadata"), locations)
+    return TensorMetadata(tensors, non_tensors)
 
 
-_Places: TypeAlias = dict[tuple[str, Sizes], tuple[str, int, int]]
+_Locations: TypeAlias = dict[tuple[str, Sizes], tuple[str, int, int]]
 """(key, offsets) -> (file, first byte, length)."""
 
 
-def _places(storage: Mapping[Any, Any]) -> _Places:
-    """Collects the positions of all slices; checks all files, even those that no tensor refers to."""
-    places: _Places = {}
-    for index, said in storage.items():
-        name, info = _fields(index, "metadata.MetadataIndex"), _fields(said, "filesystem._StorageInfo")
+def _locations(storage: Mapping[Any, Any]) -> _Locations:
+    """Returns where all slices are; checks all files, even those that no tensor refers to."""
+    locations: _Locations = {}
+    for index, storage_info in storage.items():
+        name, info = _fields(index, "metadata.MetadataIndex"), _fields(storage_info, "filesystem._StorageInfo")
         key, offsets = name.get("fqn"), name.get("offset")
         if not isinstance(key, str):
-            raise ValueError("it has a place without a name")
+            raise ValueError("it has a slice without a name")
         file = _plain_name(info.get("relative_path"))
-        # torch may compress or encode what it writes; such bytes cannot be mapped as a tensor
+        # torch may compress or encode a file, which can then not be mapped as a tensor
         if info.get("transform_descriptors"):
-            raise ValueError(f"{file} is transformed, which is not a plain file of the checkpoint")
+            raise ValueError(f"{file} is compressed or encoded, but only a plain file can be read")
         begin, length = _whole_number(info.get("offset")), _whole_number(info.get("length"))
         if offsets is not None:  # None: not a tensor
-            places[key, _sizes(offsets)] = file, begin, length
-    return places
+            locations[key, _sizes(offsets)] = file, begin, length
+    return locations
 
 
 def _plain_name(file: Any) -> str:
@@ -382,7 +382,7 @@ def _plain_name(file: Any) -> str:
     return file
 
 
-def _tensor(key: str, facts: Mapping[str, Any], places: _Places) -> GlobalTensor:
+def _tensor(key: str, facts: Mapping[str, Any], locations: _Locations) -> GlobalTensor:
     properties, chunks = facts.get("properties"), facts.get("chunks")
     # TensorProperties pickles as a tuple whose first element is the dtype (its __getstate__)
     if not isinstance(properties, Built) or not isinstance(properties.state, tuple) or not properties.state:
@@ -395,41 +395,41 @@ def _tensor(key: str, facts: Mapping[str, Any], places: _Places) -> GlobalTensor
         raise ValueError(f"{key} has no list of slices")
     slices: dict[Sizes, SavedSlice] = {}
     for chunk in chunks:
-        said = _fields(chunk, "metadata.ChunkStorageMetadata")
-        at = TensorSlice(_sizes(said.get("offsets")), _sizes(said.get("sizes")))
+        fields = _fields(chunk, "metadata.ChunkStorageMetadata")
+        at = TensorSlice(_sizes(fields.get("offsets")), _sizes(fields.get("sizes")))
         is_inside = len(at.offset) == len(at.shape) == len(shape) and all(
             first + size <= whole for first, size, whole in zip(*at, shape, strict=True)
         )
-        if not is_inside or at.offset in slices:  # so there are no more slices than places, however often one is listed
+        if not is_inside or at.offset in slices:  # bounds the slices by the locations, however often one is listed
             raise ValueError(f"{key} of shape {list(shape)} has a slice of {list(at.shape)} at {list(at.offset)}")
-        if (key, at.offset) not in places:
-            raise ValueError(f"it names no file for a part of {key}")
-        slices[at.offset] = SavedSlice(at, *places[key, at.offset])
+        if (key, at.offset) not in locations:
+            raise ValueError(f"it does not name a file for a part of {key}")
+        slices[at.offset] = SavedSlice(at, *locations[key, at.offset])
     return GlobalTensor(_DTYPES[named.name], shape, tuple(slices.values()))
 
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
-    """Returns the fields of an object of one of torch's classes."""
+    """Returns the fields of a described object; refuses one of another torch class than `name`."""
     if not isinstance(value, Built) or value.name != _IN_TORCH + name or not isinstance(value.state, dict):
         shown = value.name if isinstance(value, Built) else type(value).__name__
-        raise ValueError(f"it holds {shown} instead of {name}")
+        raise ValueError(f"it has {shown} instead of {name}")
     return value.state
 
 
 def _sizes(value: Any) -> Sizes:
     if not isinstance(value, Built) or value.name != "torch.Size" or len(value.arguments) != 1:
-        raise ValueError("it has no shape where one is due")
+        raise ValueError("it has another value instead of a shape")
     (sizes,) = value.arguments
     if not isinstance(sizes, tuple) or len(sizes) > _MOST_AXES:
-        raise ValueError("it has no shape where one is due")
-    # below 2^63 so that torch's own sizes do not overflow
+        raise ValueError("it has another value instead of a shape")
+    # below 2^63, so that torch's sizes do not overflow
     if math.prod(_whole_number(size) for size in sizes) >= _MOST_ELEMENTS:
-        raise ValueError("it has a shape of too many elements")
+        raise ValueError("it has a shape with too many elements")
     return sizes
 
 
 def _whole_number(value: Any) -> int:
-    # type is, not isinstance: True is an int too
+    # `type is int`, because isinstance accepts True
     if type(value) is not int or not 0 <= value < _MOST_ELEMENTS:
-        raise ValueError("it has no whole number where one is due")
+        raise ValueError("it has another value instead of a whole number")
     return value

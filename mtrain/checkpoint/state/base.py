@@ -1,7 +1,7 @@
-"""The identity of the frozen model that adapters belong to.
+"""Identifies the frozen model that adapters belong to.
 
-Checkpoints of adapters do not hold it. They name its origin and a fingerprint of its bits, which is the same under
-every layout; a run that resumes from them loads the model again and compares.
+Checkpoints of adapters do not contain it. They name its origin and a fingerprint of its bits, which is the same under
+every layout; a run that resumes from them loads the model again and compares the fingerprint.
 """
 
 from collections.abc import Sequence
@@ -31,18 +31,17 @@ from mtrain.core.ranks.groups import Groups
 
 
 def settle_base(model: RankModel) -> None:
-    """Records the base, once the frozen weights are those of the run and before its adapters are loaded, and does what
-    `settle_magnitudes` does. One all-reduce over the world."""
+    """Records the base's fingerprint, after its weights are loaded and before the adapters are, and calls
+    `settle_magnitudes`. One all-reduce over the world."""
     chunks = model.chunks
-    found = weights_fingerprint(chunks, model.groups, model.config.model.vocab_size)
+    fingerprint = weights_fingerprint(chunks, model.groups, model.config.model.vocab_size)
     for chunk in chunks:
-        unwrap(chunk).base_fingerprint = found
+        unwrap(chunk).base_fingerprint = fingerprint
     settle_magnitudes(model)
 
 
 def settle_magnitudes(model: RankModel) -> None:
-    """Sets magnitudes (DoRA) to the norms of their rows; one all-reduce over TP for each of a row-parallel
-    projection."""
+    """Sets DoRA's magnitudes to the norms of their rows; one all-reduce over TP for each row-parallel projection."""
     norms: dict[Tensor, Tensor] = {}
     for adapter in adapters_of(model.chunks):
         if isinstance(adapter, LinearAdapter):
@@ -51,7 +50,7 @@ def settle_magnitudes(model: RankModel) -> None:
 
 
 def base_of(model: RankModel) -> BaseInfo | None:
-    """Returns what a manifest says of the frozen model; None where the run trains all of it. Collective, unless
+    """Returns a manifest's entry for the frozen model; None if the run trains the whole model. Collective, unless
     `settle_base` has run."""
     config = model.config
     if config.adapter is None:
@@ -62,65 +61,65 @@ def base_of(model: RankModel) -> BaseInfo | None:
     return BaseInfo(origin=origin, fingerprint=fingerprint)
 
 
-def check_base(manifest: Manifest, own: BaseInfo | None, path: object) -> None:
-    """Checks that a checkpoint of adapters resumes on the very model that they were trained on, and others on none."""
+def check_base(manifest: Manifest, current: BaseInfo | None, path: object) -> None:
+    """Checks that adapters resume on the frozen model that they were trained on, and a whole model on none."""
     saved = manifest.base
-    if saved is None and own is not None:
+    if saved is None and current is not None:
         raise DataError(
-            f"{path} holds a whole model, but the run has adapters; start from it in another run.dir with "
+            f"{path} contains a whole model, but the run has adapters; start from it in another run.dir with "
             f"checkpoint.initialize_from={path}"
         )
-    if saved is not None and own is None:
+    if saved is not None and current is None:
         raise refused_as_model(saved, path)
-    if saved is not None and own is not None and saved.fingerprint != own.fingerprint:
+    if saved is not None and current is not None and saved.fingerprint != current.fingerprint:
         raise DataError(
             f"the frozen model is not the one that the adapters of {path} were trained on (fingerprint "
-            f"{own.fingerprint} of {own.origin}, not {saved.fingerprint} of {saved.origin}); restore it, or name the "
-            "original one by model.hf or checkpoint.initialize_from"
+            f"{current.fingerprint} of {current.origin}, not {saved.fingerprint} of {saved.origin}); restore it, or "
+            "name the original model with model.hf or checkpoint.initialize_from"
         )
 
 
 def refused_as_model(base: BaseInfo, path: object) -> DataError:
-    """Returns the error for adapters where a whole model is needed."""
+    """Returns the error about adapters that were given instead of a whole model."""
     return DataError(
-        f"{path} holds only adapters, of a frozen model ({base.origin}), but a whole model is needed; merge them with "
-        f"mtrain convert export --checkpoint {path} --out DIR, and take DIR"
+        f"{path} contains only adapters of a frozen model ({base.origin}), but a whole model is needed; merge them "
+        f"with mtrain convert export --checkpoint {path} --out DIR, and use DIR"
     )
 
 
 def weights_fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size: int) -> str:
-    """Returns the fingerprint of all frozen tensors, without vocabulary padding; refuses numbers that are not finite.
-    One all-reduce over the world."""
+    """Returns the fingerprint of all frozen tensors, without vocabulary padding; refuses nan and inf. One all-reduce
+    over the world."""
     return _fingerprint(frozen_parameters(_models(chunks), groups), groups, vocab_size, "the frozen model")
 
 
 def model_fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size: int, with_adapters: bool) -> str:
-    """Returns the fingerprint of all tensors of a model, with adapters or without; see `weights_fingerprint`."""
-    places = sharded_parameters(_models(chunks), groups, lambda key: with_adapters or not is_adapter_key(key))
-    return _fingerprint(places, groups, vocab_size, "the model")
+    """Returns the fingerprint of all of a model's tensors, with or without adapters; see `weights_fingerprint`."""
+    parameters = sharded_parameters(_models(chunks), groups, lambda key: with_adapters or not is_adapter_key(key))
+    return _fingerprint(parameters, groups, vocab_size, "the model")
 
 
 def _models(chunks: Sequence[nn.Module]) -> list[Any]:
     return [unwrap(chunk) for chunk in chunks]
 
 
-def _fingerprint(places: Sequence[ShardedParameter], groups: Groups, vocab_size: int, name_of_model: str) -> str:
+def _fingerprint(parameters: Sequence[ShardedParameter], groups: Groups, vocab_size: int, name_of_model: str) -> str:
     sums = torch.zeros(2, dtype=torch.int64, device=groups.device)
-    # each element on one rank of the world
-    written = (place for place in places if is_written_here(place))
-    for part in (part for place in written for part in shards(place, place.key, place.data)):
-        axes = part.prepend_axis_num  # leading axes, which number layers and experts
+    # exactly one rank of the world counts each element
+    written = (parameter for parameter in parameters if is_written_here(parameter))
+    for part in (part for parameter in written for part in shards(parameter, parameter.key, parameter.data)):
+        axes = part.prepend_axis_num  # leading axes of layers and experts
         shape, offset, values = part.global_shape[axes:], part.global_offset[axes:], part.data
-        if part.allow_shape_mismatch:  # a table: tp decides how many rows are padding
+        if part.allow_shape_mismatch:  # a vocabulary table, whose number of padding rows depends on tp
             shape, values = (vocab_size, *shape[1:]), values[: max(0, vocab_size - offset[0])]
         if values.numel():
             name = global_name(part.key, tuple(part.global_offset[:axes]))
             sums[0] += hash_of(name, values, TensorSlice(tuple(offset), tuple(values.shape)), shape)
             sums[1] += (~values.isfinite()).sum()
     dist.all_reduce(sums)
-    total, num_broken = (int(each) for each in sums.tolist())
+    total, num_broken = (int(number) for number in sums.tolist())
     if num_broken:
-        error = DataError(f"{num_broken} numbers of {name_of_model} are nan or inf; restore it, or name another one")
-        error.on_every_rank = True  # after the sum all ranks know the same
+        error = DataError(f"{num_broken} numbers of {name_of_model} are nan or inf; restore it, or name another model")
+        error.on_every_rank = True  # all ranks have the same sum
         raise error
     return shown(total)

@@ -1,6 +1,6 @@
-"""Copies of what training changes, in the host's memory, so that several models can share one frozen base.
+"""Copies the trained state to host memory and back, so that several models can share one frozen base.
 
-A rank holds its own shards, so the layout plays no role and nothing is communicated but Adam's count of updates.
+A rank copies its own shards, so the layout does not matter, and ranks communicate only Adam's count of updates.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from mtrain.core.layers.build import unwrap
 from mtrain.core.state.loss_scaler import LossScaler
 
 HeldWeights: TypeAlias = list[Tensor]
-"""What this rank's trained parameters and buffers were; frozen parameters are not copied."""
+"""Copies of this rank's trained parameters and buffers, without frozen parameters."""
 
 
 @dataclass(frozen=True)
 class HeldOptimizer:
-    """What this rank's part of the optimizer was."""
+    """Copy of this rank's part of the optimizer."""
 
     states: list[Tensor]
     adam_step: int
@@ -30,38 +30,38 @@ class HeldOptimizer:
 
 @torch.no_grad()
 def held_weights(model: RankModel) -> HeldWeights:
-    """Copies the trained weights. Collective, where updated parameters still have to be gathered."""
+    """Copies the trained weights. Collective if updated parameters have yet to be gathered."""
     model.sharded.gather_parameters()
-    return [_copy(each) for each in _trained(model)]
+    return [_copy(tensor) for tensor in _trained(model)]
 
 
 @torch.no_grad()
-def put_back_weights(held: HeldWeights, model: RankModel) -> None:
-    """Makes the model compute with held weights; the optimizer's main weights stay as they are."""
+def put_back_weights(saved: HeldWeights, model: RankModel) -> None:
+    """Copies saved weights back into the model; the optimizer's main weights stay as they are."""
     model.sharded.gather_parameters()
-    for parameter, value in zip(_trained(model), held, strict=True):
+    for parameter, value in zip(_trained(model), saved, strict=True):
         parameter.copy_(value)
 
 
 @torch.no_grad()
 def held_optimizer(model: RankModel) -> HeldOptimizer:
-    """Copies the optimizer's state with its main weights. One all-reduce of a number."""
+    """Copies the optimizer's state and main weights. One all-reduce of a number."""
     optimizer = model.optimizer.state
-    states = [_copy(each) for _, each in _states(model)]
+    states = [_copy(state) for _, state in _states(model)]
     return HeldOptimizer(states, optimizer.adam_step(), optimizer.loss_scaler())
 
 
 @torch.no_grad()
-def put_back_optimizer(held: HeldOptimizer, model: RankModel) -> None:
-    for (_, state), value in zip(_states(model), held.states, strict=True):
+def put_back_optimizer(saved: HeldOptimizer, model: RankModel) -> None:
+    for (_, state), value in zip(_states(model), saved.states, strict=True):
         state.copy_(value)
-    model.optimizer.state.set_adam_step(held.adam_step)
-    model.optimizer.state.set_loss_scaler(held.loss_scaler)
+    model.optimizer.state.set_adam_step(saved.adam_step)
+    model.optimizer.state.set_loss_scaler(saved.loss_scaler)
 
 
 @torch.no_grad()
 def clear_optimizer(model: RankModel) -> None:
-    """Sets the optimizer back to its beginning at the weights as they are: moments and counts of 0."""
+    """Resets the optimizer's moments and counts to 0; weights stay as they are."""
     for name, state in _states(model):
         if name != MAIN:
             state.zero_()
@@ -70,11 +70,11 @@ def clear_optimizer(model: RankModel) -> None:
 
 def held_gradients(model: RankModel) -> list[Tensor]:
     """Copies the accumulated gradients."""
-    return [_copy(each) for each in model.sharded.gradient_buffers()]
+    return [_copy(buffer) for buffer in model.sharded.gradient_buffers()]
 
 
-def put_back_gradients(held: list[Tensor], model: RankModel) -> None:
-    for buffer, value in zip(model.sharded.gradient_buffers(), held, strict=True):
+def put_back_gradients(saved: list[Tensor], model: RankModel) -> None:
+    for buffer, value in zip(model.sharded.gradient_buffers(), saved, strict=True):
         buffer.copy_(value)
 
 

@@ -1,8 +1,8 @@
-"""Training state on disk: saving, resuming on the same or on another layout, starting from other weights.
+"""Saves training state, resumes it on the same or another layout, and starts runs from other weights.
 
-A checkpoint holds, under names that do not depend on the layout: the weights as they compute (`decoder...`), float32
-main weights and Adam's moments (`optimizer.state.{param,exp_avg,exp_avg_sq}.decoder...`), the random states of each
-rank (`rng...`), and in training_state.json the counters.
+Under names that do not depend on the layout, a checkpoint contains the model's weights (`decoder...`), float32 main
+weights and Adam's moments (`optimizer.state.{param,exp_avg,exp_avg_sq}.decoder...`), and each rank's random states
+(`rng...`); training_state.json has the counters.
 """
 
 import logging
@@ -18,7 +18,7 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.state.base import base_of, check_base, refused_as_model
-from mtrain.checkpoint.state.reader import GlobalTensors, Wanted, load_parameters, load_shards, memory_for
+from mtrain.checkpoint.state.reader import GlobalTensors, ReadTarget, load_parameters, load_shards, memory_for
 from mtrain.checkpoint.state.save import Provenance, Saver
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import STATE_NAME, BaseInfo, RecentUpdates, TrainingState, read_state
@@ -44,22 +44,22 @@ from mtrain.core.ranks.init import on_all_ranks, on_first_rank
 OUTPUT = "output_layer.weight"
 """Key of the output layer, or of the head that replaces it."""
 _TE_STATE = "._extra_state/"
-"""Part of the keys of what TransformerEngine pickles with the weights; never read."""
+"""Part of the keys of TransformerEngine's pickled state, which is never read."""
 _log = logging.getLogger(__name__)
 
 
 class LoadedState(NamedTuple):
     step: int
     random_states_continue: bool
-    """Whether random states continue; False on another layout, where the run's seed and the step seed them again."""
+    """Whether random states continue; on another layout, run seed and step seed them anew."""
     recent: RecentUpdates | None
-    """Recent updates, by which train.on_spike judges the next step."""
+    """Recent updates that train.on_spike compares with the next step."""
 
 
 def save_checkpoint(
     folder: Path, model: RankModel, step: int, tokens: int = 0, inputs: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Makes one save, published when this returns, in the folder `checkpoints` of a run, which all ranks see.
+    """Saves one checkpoint into a run's folder `checkpoints`, which all ranks see, and publishes it before it returns.
     Collective over the world."""
     saver = Saver(model, Retention(folder, Keep.of(model.config.checkpoint)), Provenance(inputs=inputs))
     saver.save(step, tokens=tokens)
@@ -68,46 +68,51 @@ def save_checkpoint(
 
 @torch.no_grad()
 def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
-    """Continues from a checkpoint of any layout. Collective over the world.
+    """Resumes from a checkpoint of any layout. Collective over the world.
 
-    On the layout that saved it, training continues bit for bit (on GPUs with train.deterministic). On another one
-    weights and moments are the same bits and only the order of later sums differs.
+    On the layout that saved it, training continues bit for bit (on GPUs with train.deterministic). On another layout,
+    weights and moments have the same bits, and only the order of later sums differs.
 
     Raises:
-        DataError: The checkpoint is damaged, would run code, or is of another model, precision or batch size. On all
-            ranks; the model may be half overwritten.
+        DataError: The checkpoint is damaged, would run code, or has another model, precision or batch size. Raised on
+            all ranks; the model may be half overwritten.
     """
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
-    model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
-    # Before the tensors are opened: a wrong batch size or precision should be reported as such, and not as a wrong
-    # dtype of some tensor.
+    model.sharded.gather_parameters()  # a gather in flight would overwrite the loaded values
+    # before the tensors, so that a wrong batch size or precision is reported as such, not as some tensor's wrong dtype
     base = base_of(model)
     state = on_first_rank(lambda: _resumable_state(entry, config, base))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
-    # a GPU's generator has another kind of state
+    # a GPU's generator has another kind of state than a CPU's
     is_same_layout = (state.layout, state.device) == (str(groups.layout), groups.device.type)
-    # tensors hash by identity, so a parameter finds its own place
-    places = {place.data: place for place in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)}
-    shards = [shard for place in places.values() for shard in whole_of(place, place.key, place.data)]
-    # straight into the optimizer's own tensors, whatever dp cuts them into: no rank sees a whole state
+    # tensors hash by identity, so a dict finds the sharding of a parameter
+    parameters = {
+        parameter.data: parameter for parameter in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)
+    }
+    shards = [
+        shard for parameter in parameters.values() for shard in whole_of(parameter, parameter.key, parameter.data)
+    ]
+    # straight into the optimizer's tensors, however dp has cut them, so that no rank needs a whole state
     for flat_slice, states in optimizer.state.flat_slice_states():
-        place = places[flat_slice.parameter]
+        parameter = parameters[flat_slice.parameter]
         for name, values in states.items():
-            shards += run_of(place, optimizer_key(name, place.key), values.view(-1), flat_slice.start, flat_slice.end)
-    randomness = rng.random_states(groups)  # copies, filled from disk and set at the end
-    # row r of a state of generators is rank r's: on another layout it has no owner
+            shards += run_of(
+                parameter, optimizer_key(name, parameter.key), values.view(-1), flat_slice.start, flat_slice.end
+            )
+    randomness = rng.random_states(groups)  # copies, which are filled from disk and set at the end
+    # row r of the generators' states belongs to rank r, so it has no owner on another layout
     if is_same_layout:
         for sharded in rng.sharded(randomness, groups):
             shards += whole_of(sharded, sharded.key, sharded.data)
 
     def may_be_left(key: str) -> bool:
-        # any other key that no rank asks for means another model
+        # any other key that no rank needs belongs to another model
         return _TE_STATE in key or (key.startswith(rng.PREFIX) and not is_same_layout)
 
     load_shards(saved, shards, may_be_left, state.vocab_size)
-    # after the reading: states that `flat_slice_states` has just made count from 0
+    # after the reading, because `flat_slice_states` creates missing states with a count of 0
     optimizer.state.set_adam_step(state.adam_step)
-    # without it fp16 would begin at the initial scale again and skip its first steps
+    # without it, fp16 would restart at the initial scale and skip its first steps
     optimizer.state.set_loss_scaler(state.loss_scaler)
     if is_same_layout:
         rng.set_random_states(randomness)
@@ -118,17 +123,16 @@ def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
 
 @torch.no_grad()
 def load_weights(entry: CheckpointEntry, model: RankModel) -> None:
-    """Starts from the weights of a checkpoint of any layout; moments and counters stay as they are. Collective over the
-    world.
+    """Starts from the weights of a checkpoint of any layout; moments and counters stay as they are.
 
-    Reads the float32 main weights if the checkpoint has them, whatever precision it and this run compute in, and fills
-    the optimizer's.
+    Collective over the world. Reads the float32 main weights if the checkpoint has them, whatever precision it and this
+    run compute in, and fills the optimizer's.
     """
     model.sharded.gather_parameters()
     on_first_rank(lambda: _refuse_adapters(entry))
-    # adapters are not part of a model that a run starts from
-    places = base_parameters([unwrap(chunk) for chunk in model.chunks], model.groups)
-    _read_weights(entry, places, model.config.model, filler_of(model.optimizer))
+    # a run starts from a model without adapters
+    parameters = base_parameters([unwrap(chunk) for chunk in model.chunks], model.groups)
+    _read_weights(entry, parameters, model.config.model, filler_of(model.optimizer))
 
 
 @torch.no_grad()
@@ -137,24 +141,24 @@ def load_adapters(entry: CheckpointEntry, model: RankModel) -> None:
     model.sharded.gather_parameters()
     base = base_of(model)
     on_first_rank(lambda: check_base(entry.manifest, base, entry.path))
-    places = checkpoint_parameters([unwrap(chunk) for chunk in model.chunks], model.groups)
-    _read_weights(entry, places, model.config.model, filler_of(model.optimizer))
+    parameters = checkpoint_parameters([unwrap(chunk) for chunk in model.chunks], model.groups)
+    _read_weights(entry, parameters, model.config.model, filler_of(model.optimizer))
 
 
 def fill(parameter: Tensor, values: Tensor) -> None:
     """Copies values into a parameter, rounded to its precision."""
-    if parameter.data_ptr() != values.data_ptr():  # else they were read into it
+    if parameter.data_ptr() != values.data_ptr():  # else the values were read into the parameter
         parameter.copy_(values)
 
 
 def filler_of(optimizer: Optimizer) -> Callable[[Tensor, Tensor], None]:
-    """Returns a function that fills a parameter, and the optimizer's main weights in the precision of the values."""
+    """Returns a function that fills a parameter, and its main weights in the precision of the values."""
     updated = {flat_slice.parameter: flat_slice for flat_slice in optimizer.state.flat_slices()}
 
     def fill_both(parameter: Tensor, values: Tensor) -> None:
         fill(parameter, values)
         if parameter in updated:
-            updated[parameter].set_main(values)  # from what was read, not from the parameter, which is rounded
+            updated[parameter].set_main(values)  # not from the parameter, which is rounded
 
     return fill_both
 
@@ -163,19 +167,19 @@ def filler_of(optimizer: Optimizer) -> Callable[[Tensor, Tensor], None]:
 def load_frozen_weights(
     entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, model: ModelSection, main: bool = True
 ) -> None:
-    """Fills a model without optimizer, as `load_weights` fills one with it. Collective over the world.
+    """Fills a model that has no optimizer, like `load_weights`. Collective over the world.
 
     Args:
-        main: Whether to read the float32 main weights where they exist, rather than those that computed.
+        main: Whether to read the float32 main weights if they exist, or else the model's weights.
     """
     on_first_rank(lambda: _refuse_adapters(entry))
-    places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
-    _read_weights(entry, places, model, fill, main)
+    parameters = base_parameters([unwrap(chunk) for chunk in chunks], groups)
+    _read_weights(entry, parameters, model, fill, main)
 
 
 def _read_weights(
     entry: CheckpointEntry,
-    places: Sequence[ShardedParameter],
+    parameters: Sequence[ShardedParameter],
     model: ModelSection,
     use: Callable[[Tensor, Tensor], None],
     main: bool = True,
@@ -183,23 +187,24 @@ def _read_weights(
     on_first_rank(lambda: _read_state(entry, model))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
     naming = Naming(saved, main)
-    read_weights(saved, places, model, naming.key_of, naming.may_be_left, use)
+    read_weights(saved, parameters, model, naming.key_of, naming.may_be_left, use)
 
 
 class Naming:
     """Names of the weights in a checkpoint."""
 
     def __init__(self, saved: GlobalTensors, main: bool) -> None:
-        """Set `main` to read the float32 main weights where they exist."""
+        """`main` prefers the float32 main weights if they exist."""
         self._saved, self._main = saved, main
 
     def key_of(self, key: str) -> str:
-        """Returns the key on disk of a parameter's global name."""
+        """Converts a parameter's global name to its key on disk."""
         main_key = optimizer_key(MAIN, key)
-        # half-precision weights are a rounding of the main weights, from which runs of any precision start alike
+        # half-precision weights are rounded main weights; runs of any precision start from the same numbers
         return main_key if self._main and main_key in self._saved.tensors else key
 
     def may_be_left(self, key: str) -> bool:
+        """Returns whether a start from weights may leave a key unread."""
         is_other = key.startswith(rng.PREFIX) or _TE_STATE in key
         # moments belong to the run that saved them; those of this run stay as they are
         is_state = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN or not self._main)
@@ -207,51 +212,51 @@ class Naming:
 
 
 def check_entry(entry: CheckpointEntry, model: ModelSection) -> None:
-    """Compares a checkpoint's metadata with the run that starts from its weights."""
+    """Checks that a run can start from the checkpoint's weights: no adapters, and the same vocabulary."""
     _refuse_adapters(entry)
     _read_state(entry, model)
 
 
 def read_weights(
     saved: GlobalTensors,
-    places: Sequence[ShardedParameter],
+    parameters: Sequence[ShardedParameter],
     model: ModelSection,
     key_of: Callable[[str], str],
     may_be_left: Callable[[str], bool],
     use: Callable[[Tensor, Tensor], None],
 ) -> None:
-    """Reads this rank's parameters, in the precision that they have on disk. Collective over the world.
+    """Reads this rank's parameters, in their precision on disk. Collective over the world.
 
     Args:
-        places: Places of the wanted parameters of this rank.
-        model: Section of the architecture; a head stays as drawn where the weights are those of a language model.
+        parameters: This rank's parameters to read.
+        model: Architecture; a new head keeps its random weights if the checkpoint is of a language model.
         key_of: Global name of a parameter -> key on disk.
         may_be_left: See `load_shards`.
         use: See `load_parameters`.
     """
-    wanted: dict[Tensor, Wanted] = {}
+    targets: dict[Tensor, ReadTarget] = {}
     replaced = {OUTPUT, key_of(OUTPUT)} if _lacks_head(saved, key_of(OUTPUT), model) else set()
-    for place in places:
-        if place.key in replaced:
+    for parameter in parameters:
+        if parameter.key in replaced:
             continue
-        key = key_of(place.key)
-        # in the dtype on disk: load_shards compares dtypes, and rounding is left to the user of the values
+        key = key_of(parameter.key)
+        # in the dtype on disk, because load_shards compares dtypes; `use` rounds
         dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
-        values = memory_for(place.data, dtype)
-        # whole parameters, although a distributed optimizer updates a part: all are needed to compute
-        wanted[place.data] = Wanted(values, list(whole_of(place, key, values)))
-    load_parameters(saved, wanted, lambda key: key in replaced or may_be_left(key), model.vocab_size, use)
+        values = memory_for(parameter.data, dtype)
+        # whole parameters, although a distributed optimizer updates only a part of each
+        targets[parameter.data] = ReadTarget(values, list(whole_of(parameter, key, values)))
+    load_parameters(saved, targets, lambda key: key in replaced or may_be_left(key), model.vocab_size, use)
 
 
 def _lacks_head(saved: GlobalTensors, key: str, model: ModelSection) -> bool:
-    """Says whether the model has a head and the weights are a language model's; reports it on the first rank."""
+    """Returns whether the model has a head and the weights are a language model's; logs it on the first rank."""
     if not model.output.is_new:
         return False
-    there = saved.tensors.get(key)  # a tied table has no tensor of its own
-    if there is not None and (there.shape[0] == model.output.rows or there.shape[0] < model.vocab_size):
+    saved_head = saved.tensors.get(key)  # None if the output layer is tied
+    if saved_head is not None and (saved_head.shape[0] == model.output.rows or saved_head.shape[0] < model.vocab_size):
         return False
     if dist.get_rank() == 0:
-        _log.warning("%s has no head: that of %s starts random", saved.folder, model.output)
+        _log.warning("%s has no head: the head of %s starts random", saved.folder, model.output)
     return True
 
 
@@ -274,8 +279,8 @@ def _resumable_state(entry: CheckpointEntry, config: Config, base: BaseInfo | No
     check_base(entry.manifest, base, entry.path)
     state = _read_state(entry, config.model)
     if state.step != entry.step:
-        raise DataError(f"{entry.path / STATE_NAME} is of step {state.step}, but the checkpoint of step {entry.step}")
-    # The order of samples is arithmetic on their count, so another batch size would skip or repeat some.
+        raise DataError(f"{entry.path / STATE_NAME} has step {state.step}, but the checkpoint has step {entry.step}")
+    # the count of samples determines their order, so another batch size would skip or repeat some
     if state.consumed_samples != state.step * config.train.global_batch_size:
         raise DataError(
             f"{entry.path} has seen {state.consumed_samples} samples in {state.step} steps, which does not fit "
@@ -290,7 +295,7 @@ def _resumable_state(entry: CheckpointEntry, config: Config, base: BaseInfo | No
 
 
 def _reseed(state: TrainingState, groups: Groups, config: Config) -> None:
-    # with the step: else dropout would repeat the run's first masks
+    # with the step, or dropout would repeat the run's first masks
     seed_generators(config.train.seed, state.step, groups)
     if groups.rank == 0 and config.dropout_keys:
         _log.warning(

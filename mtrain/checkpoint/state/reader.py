@@ -1,7 +1,6 @@
 """Reads slices of global tensors into the state of each rank, from a checkpoint or from a Hugging Face folder.
 
-Every rank maps the files and copies what it needs, straight to where it computes. An error on one rank is raised on all
-of them.
+Every rank maps the files and copies its slices straight to its device. An error on one rank is raised on all of them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,7 +22,7 @@ _NAMES_SHOWN = 8
 
 
 class TensorInfo(Protocol):
-    """Facts about a global tensor that need no reading."""
+    """Facts about a global tensor that are known without reading it."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -32,33 +31,33 @@ class TensorInfo(Protocol):
     def shape(self) -> Sizes: ...
 
 
-class Wanted(NamedTuple):
+class ReadTarget(NamedTuple):
     """A parameter that a rank reads from disk."""
 
     values: Tensor
-    """Tensor of the parameter's shape, in the dtype on disk: the parameter's own memory if the dtypes agree."""
+    """Tensor of the parameter's shape in the dtype on disk; the parameter's own memory if the dtypes agree."""
     shards: list[Shard]
 
 
 class GlobalTensors(Protocol):
-    """Global tensors on disk, by key, of which slices are read."""
+    """Global tensors on disk, by key, read slice by slice."""
 
     @property
     def folder(self) -> Path: ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Returns key -> facts of each tensor."""
+        """Key -> facts of each tensor."""
 
     @property
-    def others(self) -> AbstractSet[str]:
-        """Returns the keys of everything that is not a tensor."""
+    def non_tensors(self) -> AbstractSet[str]:
+        """Keys of saved objects that are not tensors."""
 
-    def read(self, key: str, wanted: TensorSlice) -> Tensor:
-        """Reads one slice; not to be written to."""
+    def read(self, key: str, region: TensorSlice) -> Tensor:
+        """Reads a region of a tensor; do not write to the result."""
 
-    def expect(self, key: str, wanted: TensorSlice) -> None:
-        """Lets the system read a slice that is needed soon."""
+    def expect(self, key: str, region: TensorSlice) -> None:
+        """Asks the system to read ahead a region that will be read soon."""
 
 
 def load_shards(
@@ -68,16 +67,19 @@ def load_shards(
     vocab_size: int,
     after_each: Callable[[int], None] = lambda number: None,
 ) -> None:
-    """Reads into `data` of each shard, in place, after everything has been compared. Collective over the world.
+    """Compares keys, shapes and dtypes, then reads into `data` of each shard in place. Collective over the world.
 
     Args:
-        shards: Shards that this rank needs, with data of the dtype that was saved, on any device.
-        may_be_left: Says which keys of the checkpoint may stay unread; any other that no rank asks for is refused.
-        vocab_size: Least number of rows of a padded tensor; further rows are padding.
-        after_each: Called with the number of each shard that has been read, while the system reads the next one.
+        shards: Shards that this rank needs, with data in the dtype on disk, on any device.
+        may_be_left: Returns whether a key may stay unread; any other key that no rank needs is refused.
+        vocab_size: Rows of a padded tensor that are tokens; further rows are padding.
+        after_each: Called with the index of each shard that has been read, while the system reads the next one.
+
+    Raises:
+        DataError: The tensors are not those of the model, or a file is damaged; raised on all ranks.
     """
     firsts = {shard.key: shard for shard in reversed(shards)}
-    # stages ask for different tensors
+    # pipeline stages need different tensors
     everyone: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(everyone, set(firsts))
     check_keys(saved, set().union(*everyone), may_be_left)
@@ -89,75 +91,75 @@ def load_shards(
 
 
 def memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns memory for the values of a parameter: the parameter itself if dtypes agree, which saves a copy."""
-    is_held = parameter.dtype == dtype and parameter.is_contiguous()
-    return parameter.detach() if is_held else torch.empty(parameter.shape, dtype=dtype)
+    """Returns memory for the values of a parameter: the parameter's own if dtypes agree, to save a copy."""
+    is_same = parameter.dtype == dtype and parameter.is_contiguous()
+    return parameter.detach() if is_same else torch.empty(parameter.shape, dtype=dtype)
 
 
 @torch.no_grad()
 def load_parameters(
     saved: GlobalTensors,
-    wanted: Mapping[Tensor, Wanted],
+    targets: Mapping[Tensor, ReadTarget],
     may_be_left: Callable[[str], bool],
     vocab_size: int,
     use: Callable[[Tensor, Tensor], None],
 ) -> None:
-    """Reads one parameter after another in the order of their keys. Collective over the world.
+    """Reads parameters one by one, in the order of their keys. Collective over the world.
 
     Args:
         may_be_left: See `load_shards`.
-        use: Called with each parameter and its complete values, while the system reads the next ones; values outside
-            the parameter are freed afterwards.
+        use: Called with each parameter and its complete values, while the system reads the next ones. Frees values
+            outside the parameter afterwards.
     """
-    owned = [(shard, parameter) for parameter, (_, shards) in wanted.items() for shard in shards]
-    owned.sort(key=lambda each: (each[0].key, each[0].at.offset))  # neighbours on disk are read together
-    num_missing = {parameter: len(shards) for parameter, (_, shards) in wanted.items()}
+    owned = [(shard, parameter) for parameter, (_, shards) in targets.items() for shard in shards]
+    owned.sort(key=lambda pair: (pair[0].key, pair[0].at.offset))  # reads neighbours on disk together
+    num_missing = {parameter: len(shards) for parameter, (_, shards) in targets.items()}
 
     def after_each(number: int) -> None:
         parameter = owned[number][1]
         num_missing[parameter] -= 1
         if num_missing[parameter] == 0:
-            values = wanted[parameter].values
+            values = targets[parameter].values
             use(parameter, values)
             if values.data_ptr() != parameter.data_ptr():
-                values.untyped_storage().resize_(0)  # so that no whole model exists twice
+                values.untyped_storage().resize_(0)  # so that memory never holds the model twice
 
     load_shards(saved, [shard for shard, _ in owned], may_be_left, vocab_size, after_each)
 
 
 @torch.no_grad()
 def _read(saved: GlobalTensors, shards: Sequence[Shard], after_each: Callable[[int], None]) -> None:
-    """Reads the shards; rows that the checkpoint does not have are padding, and zero."""
+    """Reads the shards; rows that the checkpoint lacks are padding and become zero."""
     for number, (shard, following) in enumerate(zip_longest(shards, shards[1:])):
-        if following is not None:  # the system reads it while this one is copied
+        if following is not None:  # the system reads it while this thread copies the current one
             saved.expect(following.key, following.at)
         target = shard.data.view(shard.at.shape)  # a shard's data is flat
         if shard.may_be_padded:
-            # the table on disk may be padded for another tp and end before this rank's rows
+            # a table padded for another tp may end before this rank's rows
             rows = max(0, saved.tensors[shard.key].shape[0] - shard.at.offset[0])
             target[rows:].zero_()
-            target = target[:rows]  # a view: what follows stays zero
+            target = target[:rows]
         if target.numel():
             target.copy_(saved.read(shard.key, TensorSlice(shard.at.offset, tuple(target.shape))))
         after_each(number)
 
 
-def check_keys(saved: GlobalTensors, asked: AbstractSet[str], may_be_left: Callable[[str], bool]) -> None:
-    """Compares names of tensors with the keys that the whole model has.
+def check_keys(saved: GlobalTensors, needed: AbstractSet[str], may_be_left: Callable[[str], bool]) -> None:
+    """Compares the keys on disk with those that the whole model needs.
 
     Args:
-        may_be_left: Says which keys of the checkpoint may stay unread.
+        may_be_left: Returns whether a key on disk may stay unread.
     """
-    there = saved.tensors.keys() | saved.others
-    left = {key for key in there - asked if not may_be_left(key)}
+    saved_keys = saved.tensors.keys() | saved.non_tensors
+    left = {key for key in saved_keys - needed if not may_be_left(key)}
     faults = []
-    if asked - there:
-        faults.append(f"lacks {_shown(set(asked - there))}, which the model has")
+    if needed - saved_keys:
+        faults.append(f"lacks {_shown(set(needed - saved_keys))}, which the model has")
     if left:
-        faults.append(f"holds {_shown(left)}, which the model does not have")
+        faults.append(f"has {_shown(left)}, which the model does not have")
     if faults:
         error = DataError(f"{saved.folder} {' and '.join(faults)}; use the model that it was saved from")
-        error.on_every_rank = True  # all ranks find the same; one of them prints it
+        error.on_every_rank = True  # makes one rank print it
         raise error
 
 
@@ -168,24 +170,25 @@ def check_shapes(
     vocab_size: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Compares shapes of whole tensors by key, and the dtypes as which the run reads them, if they are given.
+    """Compares the shapes of whole tensors, and their dtypes.
 
     Args:
-        saved: Tensors on disk; has all keys.
-        padded: Keys of tables that may have more rows than the vocabulary, which has `vocab_size`.
+        saved: Tensors on disk, with all keys of `shapes`.
+        padded: Keys of tables that may have more rows than `vocab_size`.
+        dtypes: Dtypes that the run reads; None skips the comparison.
     """
     faults = []
-    for key, wanted in sorted(shapes.items()):
-        if key in saved.others:
+    for key, shape in sorted(shapes.items()):
+        if key in saved.non_tensors:
             faults.append(f"{key} is not a tensor")
             continue
-        there = saved.tensors[key]
-        # tp decides about padding rows: on disk there may be more or fewer, but never fewer than the vocabulary
-        rows_suffice = key in padded and there.shape[:1] >= (vocab_size,) and there.shape[1:] == wanted[1:]
-        if there.shape != wanted and not rows_suffice:
-            faults.append(f"{key} has shape {list(there.shape)}, but the model needs {list(wanted)}")
-        if dtypes is not None and there.dtype != dtypes[key]:
-            faults.append(f"{key} is {there.dtype}, but the run needs {dtypes[key]}")
+        info = saved.tensors[key]
+        # the number of padding rows depends on tp, but no table has fewer rows than the vocabulary
+        rows_suffice = key in padded and info.shape[:1] >= (vocab_size,) and info.shape[1:] == shape[1:]
+        if info.shape != shape and not rows_suffice:
+            faults.append(f"{key} has shape {list(info.shape)}, but the model needs {list(shape)}")
+        if dtypes is not None and info.dtype != dtypes[key]:
+            faults.append(f"{key} is {info.dtype}, but the run needs {dtypes[key]}")
     if faults:
         more = f" and {len(faults) - _NAMES_SHOWN} more" if len(faults) > _NAMES_SHOWN else ""
         raise DataError(

@@ -1,8 +1,8 @@
-"""Saving while training continues.
+"""Saves checkpoints while training continues.
 
 A save begins with a copy of this rank's state; training continues while a thread writes and hashes it. Ranks exchange
-their progress only at step boundaries, in the thread that trains, so the order of collectives is the same on all ranks.
-When all have written, the first rank lists and publishes in a thread; one step boundary later all know how it ended.
+their progress only at step boundaries, in the training thread, so the order of collectives is the same on all ranks.
+Once all have written, a thread of the first rank publishes; one step boundary later, all ranks know the outcome.
 """
 
 from __future__ import annotations
@@ -62,65 +62,66 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _CLEANING_S = 10.0
-"""Seconds that the next save and the end wait until a failed one's files are deleted; a start deletes them as well."""
+"""Seconds that the next save, or the end, waits for a failed save's files to be deleted; the next start deletes the
+rest."""
 
 
 class Provenance(NamedTuple):
     """Origin of a checkpoint, in addition to its configuration."""
 
     dataset: str | None = None
-    """Fingerprint of the training data; needed on the first rank only."""
+    """Fingerprint of the training data; only the first rank needs it."""
     git: GitState | None = None
     changes: tuple[ChangeInfo, ...] = ()
     inputs: Mapping[str, str] = MappingProxyType({})
-    """Fingerprints of what the run reads besides its training data, by key."""
+    """Key -> fingerprint of what the run reads besides its training data."""
     valid_measure: str | None = None
-    """Fingerprint of what the run's validation losses measure."""
+    """Fingerprint of the samples and loss function of the run's validation."""
 
 
 class Stage(Enum):
-    """What the ranks do for a save."""
+    """Stage of a save."""
 
     WRITING = "writing"
     PUBLISHING = "publishing"
-    """All have written, and the first rank lists and publishes the files."""
+    """All ranks have written, and the first rank lists and publishes the files."""
 
 
 @dataclass
 class PendingSave:
-    """A save in flight: its folder and facts, and what this rank does for it now."""
+    """A save in flight."""
 
     staging: StagingDir
     state: TrainingState
     facts: CheckpointInfo
     work: Future[Any]
-    """Work that this rank is doing for it now."""
+    """This rank's work in the current stage."""
     began_s: float
     blocked_s: float = 0.0
-    """Seconds that training waited for the copy; without checkpoint.async_save it waits for the whole save."""
+    """Seconds that training waited for the copy; without checkpoint.async_save, it waits for the whole save."""
     stage: Stage = Stage.WRITING
     _vote: AsyncVote | None = None
-    """Vote on whether a rank is busy."""
+    """Vote in flight on whether a rank is busy."""
 
     def was_ready(self, limit_s: float, device: torch.device) -> bool:
-        """Says whether no rank was busy at the last call, and asks for the next one; a save that takes longer than
-        `limit_s` counts as ended. Collective over the world. No rank waits for another one, and no host for its device:
-        a rank that was ready stays ready, so an answer may be late."""
-        asked, self._vote = self._vote, None
-        if asked is not None and not asked.read():
+        """Returns whether no rank was busy at the previous call, and starts the vote for the next one; a rank counts as
+        ready after `limit_s`. Collective over the world, but nobody waits: a ready rank stays ready, so an answer
+        may be late."""
+        vote, self._vote = self._vote, None
+        if vote is not None and not vote.read():
             return True
         self._vote = AsyncVote(self._is_busy(limit_s), device)
         return False
 
     def is_ready(self, limit_s: float, device: torch.device) -> bool:
-        """Says whether no rank is busy now; the host waits for all of them. Collective over the world."""
+        """Returns whether no rank is busy now; waits for the answers of all. Collective over the world."""
         if self._vote is not None:
-            self._vote.read()  # every rank has to take part in it to the end
+            self._vote.read()  # every rank must complete the vote in flight
             self._vote = None
         return not any_rank(self._is_busy(limit_s), device)
 
     def outcome(self) -> Outcome | None:
-        """Returns the outcome on this rank of work that is done; None if the work returns nothing."""
+        """Returns the outcome of this rank's completed work; None if the work returns nothing."""
         fault = self.work.exception()
         if fault is None or isinstance(fault, MtrainError):
             return self.work.result() if fault is None else fault
@@ -131,11 +132,11 @@ class PendingSave:
 
 
 Outcome: TypeAlias = Written | NonFinite | MtrainError
-"""Result of the writing of one rank."""
+"""Result of one rank's writing."""
 
 
 def first_fault(everyone: Sequence[Outcome | None]) -> MtrainError | None:
-    """Returns the first fault; a state that is not finite comes before a disk error."""
+    """Returns the first fault; a state that is not finite precedes a disk error."""
     not_finite = described([outcome if isinstance(outcome, NonFinite) else None for outcome in everyone])
     for rank, outcome in enumerate(everyone):
         if isinstance(outcome, RunFolderError):
@@ -155,8 +156,8 @@ class Saver:
         origin: Provenance = Provenance(),  # noqa: B008
         on_saved: Callable[[int, float], None] = lambda step, seconds: None,
     ) -> None:
-        """`on_saved` is called on the first rank when a checkpoint is on disk, with its step and the seconds that it
-        took."""
+        """`on_saved` is called on the first rank once a checkpoint is on disk, with its step and the duration in
+        seconds."""
         self._model, self._retention, self._origin, self._on_saved = model, retention, origin, on_saved
         self._groups, self._config = model.groups, model.config
         self._timeout_s = self._config.checkpoint.save_timeout_s
@@ -168,7 +169,7 @@ class Saver:
         self._fault: MtrainError | None = None
 
     def expect(self) -> None:
-        """Takes the memory for copies of the state in a thread, if saves are planned; call it after an update."""
+        """Allocates the memory for copies of the state in a thread, if saves are planned; call it after an update."""
         section = self._config.checkpoint
         if section.async_save and (section.at_end or section.interval_steps > 0):
             self._snapshot.expect(local_shards(self._model))
@@ -180,28 +181,29 @@ class Saver:
         tokens: int = 0,
         history: BadStepHistory = NO_BAD_STEPS,
     ) -> None:
-        """Saves everything that resuming needs; with checkpoint.async_save it is on disk some steps later.
+        """Saves everything that a resume needs; with checkpoint.async_save, it is on disk some steps later.
 
         Waits for a save in flight first. Collectives: one all-reduce and one broadcast of small objects.
 
         Args:
-            valid_loss: Loss of the validation at this step, if there was one.
-            tokens: Number of text tokens that the run has consumed.
+            valid_loss: Validation loss at this step; None without a validation.
+            tokens: Text tokens that the run has consumed.
 
         Raises:
-            SpoiledStateError: The state is not finite; nothing was published. Like all errors here, on all ranks.
-            RunFolderError: The step is published already, or the folder belongs to another run now.
-            MachineError: A save failed and checkpoint.on_save_failure is `stop`.
+            SpoiledStateError: The state is not finite; nothing was published. Raised on all ranks, like all errors
+                here.
+            RunFolderError: The step is already published, or another run has taken the folder over.
+            MachineError: A save failed, and checkpoint.on_save_failure is `stop`.
         """
-        self.wait()  # one save in flight: another copy of the state would need as much memory again
+        self.wait()  # a second save in flight would need memory for another copy of the state
         began, model = time.monotonic(), self._model
-        model.sharded.gather_parameters()  # else a rank would save weights from before the update
+        model.sharded.gather_parameters()  # or a rank would save weights from before the update
         state = self._training_state(model.optimizer, step, history)
         staging = on_first_rank(lambda: self._named_staging(step))  # one folder name for all ranks
         fault_point("snapshot", self._groups.rank, step)
         parts = local_shards(model)
         if self._config.checkpoint.async_save and not self._is_stuck():
-            parts = self._snapshot.take(parts)  # training waits for a copy in memory
+            parts = self._snapshot.take(parts)  # training waits only for this copy
         facts = CheckpointInfo(
             step=step,
             tokens=tokens,
@@ -224,24 +226,24 @@ class Saver:
             self.wait()
 
     def poll(self) -> None:
-        """Ends or advances a save in flight when all ranks are ready, at every step boundary; raises as `save` does.
+        """Advances or ends a save in flight once all ranks are ready; call it at every step boundary.
 
-        Collectives: one all-reduce of one number while a save is in flight, whose answer is read at the next boundary;
-        twice per save, short objects.
+        Raises as `save` does. Collectives: while a save is in flight, one all-reduce of a number, which is read at the
+        next boundary; twice per save, short objects.
         """
         if self._groups.rank == 0:
-            self._retention.poll()  # only the first rank deletes old checkpoints that are no longer needed
+            self._retention.poll()  # only the first rank deletes old checkpoints
         if self._flight is not None and self._flight.was_ready(self._timeout_s, self._groups.device):
             self._go_on(self._flight)
 
     def _go_on(self, flight: PendingSave) -> None:
-        """Starts the next stage of a save, or ends it; a fault of any rank is one of all."""
-        own, fault = self._outcome(flight), None
+        """Starts the next stage of a save, or ends it; a fault of any rank fails the save on all ranks."""
+        outcome, fault = self._outcome(flight), None
         match flight.stage:
             case Stage.WRITING:
-                fault = self._after_writing(flight, own)
+                fault = self._after_writing(flight, outcome)
             case Stage.PUBLISHING:
-                fault = on_first_rank(lambda: own if isinstance(own, MtrainError) else None)
+                fault = on_first_rank(lambda: outcome if isinstance(outcome, MtrainError) else None)
                 if fault is None:
                     self._land(flight)
             case _:
@@ -250,26 +252,26 @@ class Saver:
             self._fail(flight, fault)
 
     def confirm(self, step: int) -> None:
-        """Confirms the weights after `step` updates, which have given a finite loss; the same on all ranks. A
-        checkpoint of them then counts as good, and older ones may be deleted."""
+        """Confirms, on all ranks, that the weights after `step` updates have given a finite loss: their checkpoint then
+        counts as good, and older ones may be deleted."""
         self._retention.confirmed = max(step, self._retention.confirmed)
 
     def give_up(self) -> str:
-        """Ends the saves after a numeric error: those of confirmed weights are completed, others dropped. Returns what
-        the user can go back to."""
+        """Ends the saves after a numeric error: completes those of confirmed weights, and drops others. Returns, as a
+        sentence, what the user can go back to."""
         self._settle()
         return on_first_rank(self._way_back)
 
     def rewind(self, step: int, changes: tuple[ChangeInfo, ...]) -> None:
-        """Goes back to an older checkpoint, up to which the run has changed these keys: what was confirmed since then
-        no longer is."""
+        """Goes back to an older checkpoint, with the changes of the configuration up to it; later confirmations no
+        longer count."""
         self._origin = self._origin._replace(changes=changes)
         self._fault = None
         self._retention.rewind(step)
 
     def doubtful(self, below: int) -> dict[int, str]:
-        """Ends the saves like `give_up`; returns step -> reason of published checkpoints that a rollback must not go
-        back to. Those from step `below` on are too new."""
+        """Ends the saves like `give_up`; returns step -> reason for checkpoints that a rollback must not use. Those of
+        step `below` and later are too new."""
         self._settle()
         return on_first_rank(lambda: self._retention.doubtful(below))
 
@@ -280,24 +282,24 @@ class Saver:
                 concurrent.futures.wait([flight.work], _POLL_S)
             with contextlib.suppress(NumericError):
                 self._fail(flight, NumericError("no finite loss followed"))
-        with contextlib.suppress(MtrainError):  # the numeric error came first and is the one to report
+        with contextlib.suppress(MtrainError):  # the numeric error came first and is reported
             self.finish()
 
     def _way_back(self) -> str:
         try:
             return way_back(self._retention.root, self._retention.confirmed)
-        except MachineError as fault:  # the numeric error is the one that ends the run
+        except MachineError as fault:  # must not replace the numeric error
             return f"the step to go back to is not known: {fault}"
 
     def wait(self) -> None:
         """Waits until no save is in flight; raises as `save` does."""
         while (flight := self._flight) is not None:
-            concurrent.futures.wait([flight.work], _POLL_S)  # at most: other ranks may wait for this one
+            concurrent.futures.wait([flight.work], _POLL_S)  # a timeout, because other ranks may wait for this one
             if flight.is_ready(self._timeout_s, self._groups.device):
                 self._go_on(flight)
 
     def finish(self) -> None:
-        """Waits until the last save is on disk; raises if it is not, whatever checkpoint.on_save_failure says."""
+        """Waits until the last save is on disk; raises if it failed, whatever checkpoint.on_save_failure says."""
         self.wait()
         if self._groups.rank == 0:
             self._retention.finish(self._timeout_s)
@@ -307,7 +309,7 @@ class Saver:
             raise self._fault
 
     def _named_staging(self, step: int) -> StagingDir:
-        """Names the folder of a save, on the first rank, after deleting failed ones, as a full disk has no space."""
+        """Names the folder of a save, on the first rank, once a failed save's files have freed their space."""
         if self._cleaning is not None:
             concurrent.futures.wait([self._cleaning], _CLEANING_S)
         return named_staging(self._retention.root, step)
@@ -325,13 +327,13 @@ class Saver:
         )
 
     def _write(self, staging: StagingDir, shards: Sequence[Shard]) -> Written | NonFinite:
-        """Writes this rank's files, in a thread; writes nothing of a state that is not finite."""
+        """Writes this rank's files, in a thread; writes nothing if the state is not finite."""
         rank, step = self._groups.rank, staging.step
         if self._is_stuck():
-            raise MachineError("the disk still holds the writer of an earlier checkpoint")
-        found = non_finite(shards)
-        if found is not None:
-            return found
+            raise MachineError("the writer of an earlier checkpoint still waits for the disk")
+        not_finite = non_finite(shards)
+        if not_finite is not None:
+            return not_finite
         with disk_faults(f"save the checkpoint of step {step}"):
             fault_point("open", rank, step)
             open_staging(staging, self._retention.check)
@@ -346,7 +348,7 @@ class Saver:
         return written
 
     def _publish(self, flight: PendingSave, everyone: Sequence[Written]) -> None:
-        """Lists and publishes the checkpoint, in a thread of the first rank."""
+        """Writes the metadata and publishes the checkpoint, in a thread of the first rank."""
         step = flight.facts.step
         files: dict[str, FileInfo] = {}
         with disk_faults(f"save the checkpoint of step {step}"):
@@ -368,10 +370,10 @@ class Saver:
         except AfterPublishingError as fault:
             _log.warning(f"warning: {fault}")
 
-    def _after_writing(self, flight: PendingSave, own: Outcome | None) -> MtrainError | None:
-        """Starts publishing, on the first rank, if all ranks have written; else returns the first fault."""
+    def _after_writing(self, flight: PendingSave, outcome: Outcome | None) -> MtrainError | None:
+        """Starts to publish, on the first rank, if all ranks have written; else returns the first fault."""
         everyone: list[Outcome | None] | None = [None] * dist.get_world_size() if self._groups.rank == 0 else None
-        dist.gather_object(own, everyone)
+        dist.gather_object(outcome, everyone)
         fault = on_first_rank(lambda: first_fault(everyone or []))
         if fault is not None:
             return fault
@@ -379,12 +381,12 @@ class Saver:
         if everyone is None:
             flight.work.set_result(None)  # nothing to do here while the first rank publishes
         else:
-            written = [one for one in everyone if isinstance(one, Written)]
+            written = [other for other in everyone if isinstance(other, Written)]
             flight.work = started(lambda: self._publish(flight, written), f"publish-{flight.facts.step}")
         return None
 
     def _outcome(self, flight: PendingSave) -> Outcome | None:
-        """Returns the outcome of this rank's work; a fault if it has not ended within checkpoint.save_timeout_s."""
+        """Returns the outcome of this rank's work, or a fault if it exceeds checkpoint.save_timeout_s."""
         if not flight.work.done():
             self._stuck.append(flight.work)
             self._snapshot = Snapshot()  # the writer may still be reading the old one
@@ -392,7 +394,7 @@ class Saver:
         return flight.outcome()
 
     def _land(self, flight: PendingSave) -> None:
-        """Ends a save that is published, and reports it on the first rank."""
+        """Ends a published save, and reports it on the first rank."""
         self._flight, self._fault = None, None
         if self._groups.rank == 0:
             self._retention.note_published(flight.facts.step)
@@ -406,14 +408,14 @@ class Saver:
             self._on_saved(flight.facts.step, seconds)
 
     def _fail(self, flight: PendingSave, fault: MtrainError) -> None:
-        """Ends a save that failed, the same on all ranks."""
+        """Ends a failed save on all ranks."""
         if not isinstance(fault, RunFolderError):
             kind = type(fault) if isinstance(fault, NumericError) else MachineError
             fault = kind(f"no checkpoint of step {flight.facts.step}: {fault}")
         fault.on_every_rank = True  # makes one rank print it
         self._flight, self._fault = None, fault
         if self._groups.rank == 0:
-            # in a thread: deleting may take as long as writing did
+            # in a thread, because deleting may take as long as writing
             self._cleaning = started(lambda: _abandoned(flight.staging), "abandon")
         if not isinstance(fault, MachineError) or self._config.checkpoint.on_save_failure == "stop":
             raise fault
@@ -426,6 +428,6 @@ class Saver:
 
 
 def _abandoned(staging: StagingDir) -> None:
-    with contextlib.suppress(MtrainError):  # the fault of the save is the one to report
+    with contextlib.suppress(MtrainError):  # must not replace the fault of the save
         if staging.path.exists():
             abandon(staging)

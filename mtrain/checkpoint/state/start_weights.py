@@ -1,11 +1,11 @@
-"""Start weights from a Hugging Face folder, a PEFT adapter, or a checkpoint of another program; on any layout.
+"""Start weights from a Hugging Face folder, a PEFT adapter, or another program's checkpoint, on any layout.
 
-The global tensors of Megatron-LM and Megatron-Bridge are ours. Only names differ: a prefix of the wrapper (`model.`,
-`module.`, `model0.` of a virtual stage), norms under the names of TransformerEngine or of the local spec, and layers
-and experts that are stacked in one tensor or spelled out, with a key each. Each rank maps files of Hugging Face and
-PEFT and copies its own shards.
+Megatron-LM and Megatron-Bridge have the same global tensors as we do, under other names: a wrapper's prefix (`model.`,
+`module.`, `model0.` of a virtual stage), norms named by TransformerEngine or by the local spec, and layers and experts
+that are stacked in one tensor or have a key each. Each rank maps the files of Hugging Face and PEFT, and copies its own
+shards.
 
-Whether a checkpoint holds the weights of a model is checked without building the model.
+The checks compare a checkpoint with a model without building the model.
 """
 
 import re
@@ -23,7 +23,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.state.load import Naming, check_entry, filler_of, read_weights
-from mtrain.checkpoint.state.reader import Wanted, check_keys, check_shapes, load_parameters, memory_for
+from mtrain.checkpoint.state.reader import ReadTarget, check_keys, check_shapes, load_parameters, memory_for
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.megatron_checkpoint import check_format, check_run_config
 from mtrain.config import Config
@@ -41,34 +41,34 @@ from mtrain.hf.schema.registry import family_of_run
 from mtrain.hf.schema.table import Table
 
 _DEPTHS = "mtp."
-"""Beginning of the keys of multi-token prediction."""
+"""Prefix of the keys of multi-token prediction (MTP)."""
 
 
 def load_hf_weights(folder: Path, model: RankModel) -> None:
-    """Starts from the weights of a folder, under any layout. Collective over the world; no tensor is sent.
+    """Starts from the weights of a Hugging Face folder, under any layout. Collective over the world; sends no tensor.
 
-    A rank reads views of the mapped files and its own shards; a tensor that is stored in another order, or in FP8 with
-    scales, is read whole, one at a time. The optimizer's main weights follow.
+    Each rank copies its shards from mapped files; a tensor that is stored in another order, or in FP8 with scales, is
+    read whole, one at a time. Also sets the optimizer's main weights.
     """
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
-    model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
-    # every rank opens the folder itself: what is mapped in one process cannot be given to another
+    model.sharded.gather_parameters()  # a gather in flight would overwrite the loaded values
+    # every rank opens the folder, because ranks cannot share mappings
     saved = on_all_ranks(lambda: FolderTensors(source_for(folder, config.model)))
 
     def may_be_left(key: str) -> bool:
-        # a run without depths may start from a model that has them
+        # a run without MTP may start from a model that has it
         return not config.model.layers_ahead and key.startswith(_DEPTHS)
 
-    places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
+    parameters = base_parameters([unwrap(chunk) for chunk in chunks], groups)
     # the source converts names and axes as it reads
-    read_weights(saved, places, config.model, lambda key: key, may_be_left, filler_of(optimizer))
+    read_weights(saved, parameters, config.model, lambda key: key, may_be_left, filler_of(optimizer))
 
 
 _PREFIX = re.compile(r"(model\d*\.)?(module\.)*")
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler)\.")
-"""Pattern of the keys of their optimizers, tensors and objects."""
+"""Pattern of optimizer keys in their checkpoints, for tensors and objects."""
 _OBJECT = re.compile(r"(common_state|rng_state|rerun_state_machine_state)/shard_[\d.]+_[\d.]+")
-"""Pattern of pickled objects of their training loop; since Megatron-Core 0.19 the first one replaces common.pt."""
+"""Pattern of their training loop's pickled objects; since Megatron-Core 0.19, `common_state` replaces common.pt."""
 _SCRATCH = ("._extra_state", ".local_tokens_per_expert", ".inv_freq")
 STACKED_LAYERS = re.compile(r"\.layers\.(?!\d)")
 _EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts|experts)\.")
@@ -79,56 +79,62 @@ STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?!\d)")
 def load_megatron_weights(folder: Path, model: RankModel) -> None:
     """Starts from the weights of another program's checkpoint; each rank reads its own shards. Collective.
 
-    Reads the weights that computed, in the precision that they were saved in. The optimizer's main weights follow.
+    Reads the model's weights, not the main weights, in their precision on disk. Also sets the optimizer's main weights.
     """
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
-    model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
-    on_first_rank(lambda: check_run_config(folder, config.model))  # a small file: one rank reads it for all
+    model.sharded.gather_parameters()  # a gather in flight would overwrite the loaded values
+    on_first_rank(lambda: check_run_config(folder, config.model))
     saved = on_all_ranks(lambda: CheckpointTensors(folder))
-    # they write the same weight in several ways
-    theirs = keys_by_our_names(saved)
-    wanted: dict[Tensor, Wanted] = {}
-    for place in base_parameters([unwrap(chunk) for chunk in chunks], groups):
-        # once for the spelling, which gives the dtype, and once more for tensors of that dtype to read into
-        found = [in_their_words(shard, theirs) for shard in whole_of(place, place.key, place.data)]
-        known = next((shard.key for shard in found if shard.key in saved.tensors), None)
-        # unknown keys are refused below, with all other names
-        values = memory_for(place.data, torch.float32 if known is None else saved.tensors[known].dtype)
-        shards = [in_their_words(shard, theirs) for shard in whole_of(place, place.key, values)]
-        wanted[place.data] = Wanted(values, shards)
+    their_keys = their_keys_by_name(saved)
+    targets: dict[Tensor, ReadTarget] = {}
+    for sharded in base_parameters([unwrap(chunk) for chunk in chunks], groups):
+        # first for the key, which determines the dtype, then again for memory of that dtype
+        spelled = [with_their_key(shard, their_keys) for shard in whole_of(sharded, sharded.key, sharded.data)]
+        known = next((shard.key for shard in spelled if shard.key in saved.tensors), None)
+        # load_parameters refuses unknown keys
+        values = memory_for(sharded.data, torch.float32 if known is None else saved.tensors[known].dtype)
+        shards = [with_their_key(shard, their_keys) for shard in whole_of(sharded, sharded.key, values)]
+        targets[sharded.data] = ReadTarget(values, shards)
     fill = filler_of(optimizer)
 
     def use(parameter: Tensor, values: Tensor) -> None:
-        for shard in wanted[parameter].shards:
-            if shard.may_be_padded:  # theirs is drawn, ours is zero
+        for shard in targets[parameter].shards:
+            if shard.may_be_padded:  # their padding is random, ours is zero
                 shard.data.view(shard.at.shape)[max(0, config.model.vocab_size - shard.at.offset[0]) :].zero_()
         fill(parameter, values)
 
     # keys of their optimizer and training loop may stay unread
-    load_parameters(saved, wanted, lambda key: canonical(key) is None, config.model.vocab_size, use)
+    load_parameters(saved, targets, lambda key: canonical(key) is None, config.model.vocab_size, use)
 
 
 def canonical(key: str) -> str | None:
-    """Returns a weight's name without prefix, in the names of our own modules; None for any other key."""
+    """Converts a weight's key to our name, without the wrapper's prefix; None for any other key."""
     if _OPTIMIZER.match(key) or _OBJECT.fullmatch(key) or any(name in key for name in _SCRATCH):
         return None
     match = _PREFIX.match(key)
     return _EXPERT.sub(".mlp.experts.", canonical_name(key[match.end() if match else 0 :]))
 
 
-def keys_by_our_names(saved: CheckpointTensors) -> dict[str, str]:
-    """Returns `canonical` name -> key of each weight."""
+def their_keys_by_name(saved: CheckpointTensors) -> dict[str, str]:
+    """Returns `canonical` name -> key on disk of each weight."""
     check_format(saved.folder, saved.tensors)
     return {named: key for key in saved.tensors if (named := canonical(key)) is not None}
 
 
-def in_their_words(shard: Shard, theirs: Mapping[str, str]) -> Shard:
-    """Returns the same slice with the key and the axes of the checkpoint; unchanged if it has no such key."""
-    return next((each._replace(key=theirs[each.key]) for each in _spellings(shard) if each.key in theirs), shard)
+def with_their_key(shard: Shard, their_keys: Mapping[str, str]) -> Shard:
+    """Returns the slice with the checkpoint's key and axes; unchanged if the checkpoint does not have it."""
+    return next(
+        (
+            spelling._replace(key=their_keys[spelling.key])
+            for spelling in _spellings(shard)
+            if spelling.key in their_keys
+        ),
+        shard,
+    )
 
 
 def _spellings(shard: Shard) -> Iterator[Shard]:
-    """Yields a shard with layers and experts stacked as in our key, or spelled out, which removes their axes."""
+    """Yields a shard with layers and experts stacked, as in our key, or numbered in the key, without their axes."""
     name = canonical(shard.key)
     assert name is not None, shard.key
     stacked = shard._replace(key=name)
@@ -143,7 +149,7 @@ def _spellings(shard: Shard) -> Iterator[Shard]:
 
 
 def _spelled(shard: Shard, stacked: re.Pattern[str], name: str, axis: int) -> Shard | None:
-    """Returns the shard with the index along an axis in the key; None if the key has no such axis."""
+    """Moves the index along an axis into the shard's key; None if the key has no such axis."""
     if not stacked.search(shard.key):
         return None
 
@@ -157,10 +163,10 @@ def _spelled(shard: Shard, stacked: re.Pattern[str], name: str, axis: int) -> Sh
 
 @torch.no_grad()
 def load_peft_adapter(folder: Path, model: RankModel) -> None:
-    """Copies a folder with adapter_config.json and adapter_model.safetensors into the adapters; the optimizer's main
-    weights follow. Collective over the world."""
+    """Loads a PEFT folder (adapter_config.json and adapter_model.safetensors) into the adapters and the optimizer's
+    main weights. Collective over the world."""
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
-    model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
+    model.sharded.gather_parameters()  # a gather in flight would overwrite the loaded values
     adapter = config.adapter
     assert adapter is not None, "called for runs with adapters"
     saved = on_all_ranks(lambda: PeftFolder(folder, family_of_run(config), config.model, adapter))
@@ -169,7 +175,7 @@ def load_peft_adapter(folder: Path, model: RankModel) -> None:
     def in_float32(parameter: Tensor) -> Tensor | None:
         if not parameter.requires_grad:
             return None
-        # values go to the main weights unrounded
+        # float32, so that main weights are not rounded
         return weights.setdefault(parameter, torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False))
 
     for chunk in chunks:
@@ -177,46 +183,46 @@ def load_peft_adapter(folder: Path, model: RankModel) -> None:
             if is_adapter_key(part.key) or plan.is_learned_whole(config.model, adapter, part.key):
                 axes = part.prepend_axis_num
                 whole = saved.tensor(spelled_name(part.key, tuple(part.global_offset[:axes])))
-                # a table has more rows here, which are padding and stay 0
-                own = part.data[: max(0, len(whole) - part.global_offset[axes])]
-                region = [slice(start, start + size) for start, size in zip(part.global_offset[axes:], own.shape)]
-                own.copy_(whole[tuple(region)])
+                # a table's further rows are padding and stay 0
+                target = part.data[: max(0, len(whole) - part.global_offset[axes])]
+                region = [slice(start, start + size) for start, size in zip(part.global_offset[axes:], target.shape)]
+                target.copy_(whole[tuple(region)])
     fill = filler_of(optimizer)
     for parameter, values in weights.items():
         fill(parameter, values)
 
 
 def check_weights(entry: CheckpointEntry, config: Config) -> None:
-    """Compares names and shapes, as a run that starts from the checkpoint does; no tensor is read. If no family of
-    Hugging Face describes the model, or it has a head, only the vocabulary is compared."""
+    """Compares names and shapes, as a run that starts from the checkpoint does; reads no tensor. Compares only the
+    vocabulary if no Hugging Face family describes the model, or if it has a new head."""
     check_entry(entry, config.model)
     saved = CheckpointTensors(entry.path)
     table = _table(config)
     if table is None:
         return
     naming = Naming(saved, main=True)
-    wanted = {naming.key_of(key): shape for key, shape in _padded(table, config).items()}
-    check_keys(saved, wanted.keys(), naming.may_be_left)
+    shapes = {naming.key_of(key): shape for key, shape in _padded(table, config).items()}
+    check_keys(saved, shapes.keys(), naming.may_be_left)
     padded = {naming.key_of(key) for key in PADDED_TABLES}
-    check_shapes(saved, wanted, padded, config.model.vocab_size)
+    check_shapes(saved, shapes, padded, config.model.vocab_size)
 
 
 def check_megatron_weights(folder: Path, config: Config) -> None:
-    """Compares names and shapes of another program's checkpoint, in which layers and experts may be spelled out."""
+    """Compares names and shapes of another program's checkpoint; reads no tensor."""
     check_run_config(folder, config.model)
     saved = CheckpointTensors(folder)
     table = _table(config)
     if table is None:
         return
-    theirs = keys_by_our_names(saved)
-    shards = [in_their_words(shard, theirs) for shard in shards_of(table, _padded(table, config))]
-    wanted = {shard.key: shard.global_shape for shard in shards}
-    check_keys(saved, wanted.keys(), lambda key: canonical(key) is None)
-    check_shapes(saved, wanted, {shard.key for shard in shards if shard.may_be_padded}, config.model.vocab_size)
+    their_keys = their_keys_by_name(saved)
+    shards = [with_their_key(shard, their_keys) for shard in shards_of(table, _padded(table, config))]
+    shapes = {shard.key: shard.global_shape for shard in shards}
+    check_keys(saved, shapes.keys(), lambda key: canonical(key) is None)
+    check_shapes(saved, shapes, {shard.key for shard in shards if shard.may_be_padded}, config.model.vocab_size)
 
 
 def shards_of(table: Table, shapes: Mapping[str, Sizes]) -> Iterator[Shard]:
-    """Yields each layer and each expert separately; without data."""
+    """Yields a shard without data for each layer and each expert of every parameter."""
     for filled in table.slices:
         axes = sum(pattern.search(filled.key) is not None for pattern in (STACKED_LAYERS, STACKED_EXPERTS))
         offset, size = filled.at.offset, filled.at.shape
@@ -226,7 +232,7 @@ def shards_of(table: Table, shapes: Mapping[str, Sizes]) -> Iterator[Shard]:
 
 
 def _table(config: Config) -> Table | None:
-    """Returns the table of the model's parameters; None if no family describes it, or files lack its output."""
+    """Returns the table of the model's parameters; None if no family describes the model, or it has a new head."""
     if config.model.output.is_new:
         return None
     try:
@@ -236,6 +242,6 @@ def _table(config: Config) -> Table | None:
 
 
 def _padded(table: Table, config: Config) -> dict[str, Sizes]:
-    """Returns global name -> shape of every parameter."""
+    """Returns global name -> shape of every parameter, with padding rows of tables."""
     rows = padded_vocab_size(config.model, config.layout.tp)
     return {key: (rows, *shape[1:]) if key in PADDED_TABLES else shape for key, shape in table.shapes.items()}

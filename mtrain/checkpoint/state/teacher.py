@@ -1,4 +1,4 @@
-"""Teachers from checkpoints: the configuration that a teacher gets, its weights and their fingerprint."""
+"""Teachers from checkpoints: their configuration, weights and fingerprint."""
 
 import hashlib
 import json
@@ -22,12 +22,12 @@ from mtrain.hf.configuration import load_config
 
 
 def loaded_teacher(config: Config, entry: CheckpointEntry, groups: Groups) -> Teacher:
-    """Builds a teacher and fills it. Collective over the world."""
-    # the same groups, but perhaps another number of layers, hence other stages
-    of_teacher = replace(groups, layout=Layout.from_config(config, groups.layout.world_size))
-    chunks = build_frozen_model(config, of_teacher)
-    load_frozen_weights(entry, chunks, of_teacher, config.model)
-    return Teacher(config, chunks, of_teacher)
+    """Builds a teacher and loads its weights. Collective over the world."""
+    # the same process groups, but perhaps another number of layers, hence other stages
+    teacher_groups = replace(groups, layout=Layout.from_config(config, groups.layout.world_size))
+    chunks = build_frozen_model(config, teacher_groups)
+    load_frozen_weights(entry, chunks, teacher_groups, config.model)
+    return Teacher(config, chunks, teacher_groups)
 
 
 def teacher_fingerprint(teacher: Teacher) -> str:
@@ -35,7 +35,7 @@ def teacher_fingerprint(teacher: Teacher) -> str:
     finite. One all-reduce over the world."""
     model = teacher.config.model
     weights = model_fingerprint(teacher.chunks, teacher.groups, model.vocab_size, with_adapters=False)
-    # without defaults, so that a key that is added to the program changes none
+    # without defaults, so that a new key of the program changes no fingerprint
     known = model.model_dump(mode="json", exclude_defaults=True, exclude={"hf", "backend", "vocab_multiple"})
     shape = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     return f"{weights}-{shape[:8]}"
@@ -44,22 +44,22 @@ def teacher_fingerprint(teacher: Teacher) -> str:
 def teacher_config(config: Config, checkpoint: Path) -> Config:
     """Returns the run's configuration with the teacher's architecture.
 
-    The tables are padded like the run's, so that both models hold the same columns of the vocabulary on each rank.
+    Pads the tables like the run's, so that both models have the same vocabulary columns on each rank.
 
     Args:
-        checkpoint: Checkpoint directory of the teacher, inside its run folder, or an import.
+        checkpoint: Checkpoint directory of the teacher inside its run folder, or an import.
 
     Raises:
-        ConfigError: Nothing says what model it is, its vocabulary is another one, or the layout does not fit.
+        ConfigError: The teacher's architecture is unknown, its vocabulary differs, or the layout does not fit it.
     """
-    # an import says itself what it holds; a run's checkpoint lies next to the configuration of its run
+    # an import contains its architecture; for a run's checkpoint, the run folder has it
     path, model = checkpoint / MODEL_NAME, imported_model(checkpoint)
     if model is None:
         path = checkpoint.resolve().parent.parent / "config.yaml"
         if not path.exists():
             raise ConfigError(
-                f"loss.teacher.checkpoint: {path} is not there, which says what model {checkpoint} holds; name a run "
-                "folder, a checkpoint directory inside one, or an import"
+                f"loss.teacher.checkpoint: {path}, which describes the model of {checkpoint}, does not exist; name a "
+                "run folder, a checkpoint directory inside one, or an import"
             )
         model = load_config([path], []).model
     if model.vocab_size != config.model.vocab_size:
@@ -68,9 +68,9 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
             f"model.vocab_size={config.model.vocab_size}; use a teacher with the same tokenizer"
         )
     content = config.model_dump()
-    of_run = {"vocab_multiple": config.model.vocab_multiple, "backend": config.model.backend, "hf": None}
-    content["model"] = model.model_dump() | of_run
-    content["adapter"] = None  # only the student has it
+    run_values = {"vocab_multiple": config.model.vocab_multiple, "backend": config.model.backend, "hf": None}
+    content["model"] = model.model_dump() | run_values
+    content["adapter"] = None  # only the student has adapters
     if model.num_layers != config.model.num_layers:
         # these count the student's layers
         content["layout"] |= dict.fromkeys(("stage_layers", "first_stage_layers", "last_stage_layers"))

@@ -1,4 +1,4 @@
-"""Opens a checkpoint and checks that every byte is what was saved."""
+"""Opens a checkpoint and verifies every byte of it."""
 
 import contextlib
 import functools
@@ -18,25 +18,25 @@ from mtrain.core.ranks.init import on_all_ranks, on_first_rank
 _MOST_THREADS = 4
 
 Find = Callable[[Mapping[int, str]], Newest]
-"""(steps that turned out unusable -> reason) -> the newest other checkpoint."""
+"""Maps the steps known to be unusable, each with its reason, to the newest other checkpoint."""
 
 
 @contextlib.contextmanager
 def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newest]:
-    """Yields the newest checkpoint that passes; nothing deletes it inside the `with` block. Collective over the world.
+    """Yields the newest checkpoint that passes; nothing deletes it inside the block. Collective over the world.
 
-    All files are read once, divided among the ranks: about size / (ranks x 1 to 4 GB/s) seconds, after which loading
-    finds them in memory if that suffices. A checkpoint with a changed byte is skipped for an older one; DataError if
-    none is good. The first rank calls `find`, and `tell` with each line for the user.
+    The ranks divide the files and read each once, in about size / (ranks x 1 to 4 GB/s) seconds; loading then finds
+    them in the page cache if memory suffices. A checkpoint with a changed byte is skipped for an older one. The first
+    rank calls `find`, and `tell` with each line for the user.
     """
     unusable: dict[int, str] = {}
     while True:
-        newest = on_first_rank(lambda: find(unusable))  # ranks could see a shared folder at different states
+        newest = on_first_rank(lambda: find(unusable))  # ranks may see a shared folder in different states
         if newest.entry is not None:
             on_all_ranks(functools.partial(_refuse_another, newest.entry))
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             # the same on all ranks, so all of them leave the loop or none
-            fault = None if newest.entry is None else _fault(newest.entry, held, tell)
+            fault = None if newest.entry is None else _fault(newest.entry, stack, tell)
             if fault is None:
                 yield newest
                 return
@@ -45,13 +45,12 @@ def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newes
 
 
 def _refuse_another(entry: CheckpointEntry) -> None:
-    """Refuses another checkpoint of the same path, as on nodes without a shared disk, by its manifest with all
-    digests."""
+    """Refuses a path at which this rank sees another checkpoint than rank 0, as on nodes without a shared disk."""
     try:
-        own = parsed_manifest(read_plain_file(entry.path / MANIFEST_NAME, MOST_BYTES))
+        local_manifest = parsed_manifest(read_plain_file(entry.path / MANIFEST_NAME, MOST_BYTES))
     except (OSError, ValueError):
-        return  # it is gone or damaged, which verification finds
-    if own != entry.manifest:
+        return  # verification reports a missing or damaged manifest
+    if local_manifest != entry.manifest:
         raise DataError(
             f"{entry.path} is another checkpoint for rank {dist.get_rank()} on {platform.node()} than for rank 0; give "
             "every node the same files"
@@ -59,13 +58,13 @@ def _refuse_another(entry: CheckpointEntry) -> None:
 
 
 def num_threads_of(machines: Sequence[str], rank: int, num_cores: int) -> int:
-    """Returns how many threads a rank may start on a machine that it shares with other ranks; more than a few gain no
-    speed."""
+    """Returns how many threads a rank may use on a machine that it shares with other ranks; more than
+    `_MOST_THREADS` gain no speed."""
     return max(1, min(_MOST_THREADS, num_cores // machines.count(machines[rank])))
 
 
-def _fault(entry: CheckpointEntry, held: contextlib.ExitStack, tell: Callable[[str], None]) -> str | None:
-    """Says why the checkpoint cannot be used, the same on all ranks. Two all-gathers of a text."""
+def _fault(entry: CheckpointEntry, stack: contextlib.ExitStack, tell: Callable[[str], None]) -> str | None:
+    """Returns why the checkpoint cannot be used, the same on all ranks, or None. Two all-gathers of a text."""
     began, fault = time.monotonic(), None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     files = entry.manifest.files
@@ -73,14 +72,14 @@ def _fault(entry: CheckpointEntry, held: contextlib.ExitStack, tell: Callable[[s
     dist.all_gather_object(machines, platform.node())
     try:
         if rank == 0:
-            held.enter_context(reading(entry))
-        own = files_of_reader(files, rank, world_size)
-        verify_files(entry, own, num_threads_of(machines, rank, os.cpu_count() or 1))
+            stack.enter_context(reading(entry))
+        names = files_of_reader(files, rank, world_size)
+        verify_files(entry, names, num_threads_of(machines, rank, os.cpu_count() or 1))
     except (DataError, MachineError) as error:
         fault = str(error)
     faults: list[str | None] = [None] * world_size
     dist.all_gather_object(faults, fault)
-    first = next((each for each in faults if each is not None), None)  # the lowest rank's, on all ranks the same
+    first = next((text for text in faults if text is not None), None)  # the lowest rank's
     if first is None and rank == 0:
         size = sum(facts.size_bytes for facts in files.values())
         seconds = time.monotonic() - began

@@ -1,1 +1,1 @@
-"""Folder of checkpoints: published whole, verified, kept and deleted."""
+"""The folder of checkpoints: publishes, verifies, keeps and deletes them."""

@@ -1,7 +1,7 @@
-"""Contents of a checkpoint, and comparison of two of them; the layouts that saved them may differ.
+"""Lists the contents of a checkpoint, and compares two checkpoints, even from different layouts.
 
-The contents, also of Megatron-LM's and Bridge's, come from the lists alone; two checkpoints are compared one saved
-slice at a time.
+Listing reads only metadata, even of Megatron-LM's and Megatron-Bridge's checkpoints; comparing reads one saved slice at
+a time.
 """
 
 import math
@@ -24,15 +24,15 @@ WEIGHTS = "weights"
 
 
 class Contents(NamedTuple):
-    """Lists of a checkpoint that was opened."""
+    """Metadata of an opened checkpoint."""
 
     folder: Path
     tensors: CheckpointTensors
     manifest: Manifest | None
-    """Manifest; None for checkpoints of other programs."""
+    """None for checkpoints of other programs."""
     state: TrainingState | None
     warnings: tuple[str, ...]
-    """Reports of newer checkpoints that are not whole."""
+    """Reports of newer, damaged checkpoints that were skipped."""
 
 
 class Total(NamedTuple):
@@ -42,12 +42,12 @@ class Total(NamedTuple):
 
 
 def contents_of(path: Path) -> Contents:
-    """Opens a checkpoint, a run folder (its newest good checkpoint), or a checkpoint of Megatron-LM or Bridge."""
+    """Opens a checkpoint, a run folder's newest good checkpoint, or one of Megatron-LM or Megatron-Bridge."""
     megatron = megatron_folder(path)
     if megatron is not None:
         return Contents(megatron, CheckpointTensors(megatron), None, None, ())
     newest = checkpoint_at(path)
-    assert newest.entry is not None, "checkpoint_at raises where there is none"
+    assert newest.entry is not None, "checkpoint_at raises without one"
     folder = newest.entry.path
     state = read_state(folder) if (folder / STATE_NAME).exists() else None
     return Contents(folder, CheckpointTensors(folder), newest.entry.manifest, state, newest.warnings)
@@ -55,34 +55,34 @@ def contents_of(path: Path) -> Contents:
 
 def group_of(key: str) -> str:
     """Returns the group of a tensor: WEIGHTS, OPTIMIZER or RANDOM."""
-    # `chained_N.` is how megatron-core's ChainedOptimizer names the states of several optimizers
+    # megatron-core's ChainedOptimizer prefixes the states of several optimizers with `chained_N.`
     if key.startswith(("optimizer.", "chained_")):
         return OPTIMIZER
     return RANDOM if key.startswith(("rng.", "rng_state")) else WEIGHTS
 
 
 def size_bytes(tensor: GlobalTensor) -> int:
-    """Returns the size of the tensor's values, without padding of files."""
+    """Returns the size of the tensor's values, without the overhead of files."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def totals(contents: Contents) -> dict[tuple[str, str], Total]:
     """Sums up the tensors of each (group, dtype)."""
-    found: dict[tuple[str, str], Total] = {}
+    sums: dict[tuple[str, str], Total] = {}
     for key, tensor in contents.tensors.tensors.items():
         kind = group_of(key), str(tensor.dtype).removeprefix("torch.")
-        known = found.get(kind, Total(0, 0, 0))
-        found[kind] = Total(
-            known.num_tensors + 1, known.num_elements + math.prod(tensor.shape), known.size_bytes + size_bytes(tensor)
+        total = sums.get(kind, Total(0, 0, 0))
+        sums[kind] = Total(
+            total.num_tensors + 1, total.num_elements + math.prod(tensor.shape), total.size_bytes + size_bytes(tensor)
         )
-    return found
+    return sums
 
 
 def described(contents: Contents) -> dict[str, str]:
-    """Describes a checkpoint for people, from its own statements: name -> value."""
+    """Describes a checkpoint for people, from its metadata: name -> value."""
     shown = {"checkpoint": str(contents.folder)}
     if contents.manifest is None:
-        return shown | {"written by": "another program (torch_dist); no manifest, no checksums"}
+        return shown | {"written by": "another program (torch_dist), without manifest and checksums"}
     manifest = contents.manifest
     shown |= {"step": str(manifest.step), "tokens": f"{manifest.tokens:,}", "layout": manifest.layout}
     if contents.state is not None:
@@ -103,7 +103,7 @@ def described(contents: Contents) -> dict[str, str]:
             for change in manifest.changes
         )
     if manifest.skipped:
-        shown["left out"] = "; ".join(f"step {each.step}: {each.reason}" for each in manifest.skipped)
+        shown["left out"] = "; ".join(f"step {skipped.step}: {skipped.reason}" for skipped in manifest.skipped)
     size = sum(facts.size_bytes for facts in manifest.files.values())
     return shown | {"files": f"{len(manifest.files)}, {size:,} bytes"}
 
@@ -114,23 +114,23 @@ class Compared(NamedTuple):
     key: str
     num_elements: int
     num_differing: int
-    """Number of elements whose bits differ; for different dtypes, whose numbers differ."""
+    """Number of elements whose bits differ, or for different dtypes, whose values differ."""
     largest_difference: float
-    """Largest absolute difference; inf where only one of two elements is a number."""
+    """Largest absolute difference; inf if only one of two elements is nan."""
     largest: float
     """Largest absolute value in the first checkpoint."""
     dtypes: tuple[str, str]
 
     @property
     def relative(self) -> float:
-        """Largest difference, relative to the largest element."""
+        """Largest difference relative to the largest element."""
         if self.largest_difference == 0:
             return 0.0
         return self.largest_difference / self.largest if self.largest > 0 else math.inf
 
 
 class Differences(NamedTuple):
-    """Differences between two checkpoints, and how large they are."""
+    """Differences between two checkpoints."""
 
     missing: tuple[str, ...]
     """Keys that only the first has."""
@@ -138,38 +138,38 @@ class Differences(NamedTuple):
     """Keys that only the second has."""
     misshaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     compared: tuple[Compared, ...]
-    """Tensors that both checkpoints have, the worst first."""
+    """Tensors that both checkpoints have, with the largest relative difference first."""
     left_out: tuple[str, ...]
-    """Random states of different numbers of ranks, which cannot be compared."""
+    """Random states, which cannot be compared between different numbers of ranks."""
 
     @property
     def is_equal(self) -> bool:
-        """Says whether both checkpoints have the same tensors with the same bits."""
-        differs = any(each.num_differing or each.dtypes[0] != each.dtypes[1] for each in self.compared)
+        """Whether both checkpoints have the same tensors with the same bits."""
+        differs = any(tensor.num_differing or tensor.dtypes[0] != tensor.dtypes[1] for tensor in self.compared)
         return not (self.missing or self.extra or self.misshaped or differs)
 
 
 def differences(a: Contents, b: Contents) -> Differences:
-    """Compares all tensors; needs memory for two slices. Padding rows of the vocabulary are left out if both
-    checkpoints say how many rows are tokens."""
+    """Compares all tensors; needs memory for two slices. Ignores vocabulary padding if both checkpoints have a
+    training state, which says how many rows are tokens."""
     ours, theirs = a.tensors.tensors, b.tensors.tensors
     both = [key for key in ours if key in theirs]
     shapes = {key: _shapes(key, a, b) for key in both}
     unlike = [key for key in both if shapes[key][0] != shapes[key][1]]
-    # (^ binds more tightly than |) keys that only one has, and those whose shapes differ
+    # keys that only one has, and those whose shapes differ (^ binds more tightly than |)
     left_out = [key for key in ours.keys() ^ theirs.keys() | set(unlike) if group_of(key) == RANDOM]
     compared = [_compared(key, shapes[key][0], a, b) for key in both if key not in unlike]
     return Differences(
         missing=tuple(key for key in ours if key not in theirs and key not in left_out),
         extra=tuple(key for key in theirs if key not in ours and key not in left_out),
         misshaped=tuple((key, *shapes[key]) for key in unlike if key not in left_out),
-        compared=tuple(sorted(compared, key=lambda each: (-each.relative, -each.num_differing, each.key))),
+        compared=tuple(sorted(compared, key=lambda result: (-result.relative, -result.num_differing, result.key))),
         left_out=tuple(sorted(left_out)),
     )
 
 
 def _shapes(key: str, a: Contents, b: Contents) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the tensor's shape in both, without padding rows if their number is known."""
+    """Returns the tensor's shape in both checkpoints, without padding rows if their number is known."""
     shapes = (a.tensors.tensors[key].shape, b.tensors.tensors[key].shape)
     if not key.endswith(PADDED_TABLES) or a.state is None or b.state is None:
         return shapes
@@ -180,43 +180,43 @@ def _shapes(key: str, a: Contents, b: Contents) -> tuple[tuple[int, ...], tuple[
 def _compared(key: str, shape: tuple[int, ...], a: Contents, b: Contents) -> Compared:
     ours, theirs = a.tensors.tensors[key], b.tensors.tensors[key]
     count, worst, largest = 0, 0.0, 0.0
-    # the first one's own slices: reading them copies nothing, and the second copies where its layout differs
+    # slices of the first checkpoint, which are read without a copy; the second copies if its layout differs
     for saved in ours.slices:
-        wanted = saved.at.intersect(TensorSlice.whole(shape))
-        if wanted is None:
+        region = saved.at.intersect(TensorSlice.whole(shape))
+        if region is None:
             continue
-        own, other = (each.tensors.read(key, wanted) for each in (a, b))
-        largest = max(largest, _largest(own))
-        # the usual case, without a temporary; bits, so that -0.0 and payloads of nan count as different
-        if ours.dtype == theirs.dtype and torch.equal(_bits(own), _bits(other)):
+        first, second = (side.tensors.read(key, region) for side in (a, b))
+        largest = max(largest, _largest(first))
+        # the usual case needs no temporary; bits, so that -0.0 and the payloads of nan count as different
+        if ours.dtype == theirs.dtype and torch.equal(_bits(first), _bits(second)):
             continue
-        differing = _differing(own, other)
+        differing = _differing(first, second)
         count += int(differing.sum())
-        worst = max(worst, _largest_difference(own, other, differing))
+        worst = max(worst, _largest_difference(first, second, differing))
     dtypes = (str(ours.dtype).removeprefix("torch."), str(theirs.dtype).removeprefix("torch."))
     return Compared(key, math.prod(shape), count, worst, largest, dtypes)
 
 
-def _differing(own: Tensor, other: Tensor) -> Tensor:
-    """Compares two tensors by element: [elements] bool, True where they differ."""
-    if own.dtype != other.dtype:
+def _differing(first: Tensor, second: Tensor) -> Tensor:
+    """Returns where two tensors differ, [elements] bool."""
+    if first.dtype != second.dtype:
         # float64 holds every number of the smaller dtypes exactly
-        return (own.double() != other.double()).view(-1)
-    width = own.element_size()
-    first, second = (_bits(each).view(-1, width) for each in (own, other))
-    return (first != second).any(dim=1)
+        return (first.double() != second.double()).view(-1)
+    width = first.element_size()
+    first_bytes, second_bytes = (_bits(tensor).view(-1, width) for tensor in (first, second))
+    return (first_bytes != second_bytes).any(dim=1)
 
 
-def _largest_difference(own: Tensor, other: Tensor, differing: Tensor) -> float:
-    first, second = (each.reshape(-1)[differing].double() for each in (own, other))
-    difference = (first - second).abs()
+def _largest_difference(a: Tensor, b: Tensor, differing: Tensor) -> float:
+    first_values, second_values = (tensor.reshape(-1)[differing].double() for tensor in (a, b))
+    difference = (first_values - second_values).abs()
     # inf - inf is nan, so equal infinities would look like a difference
-    is_same = (first == second) | (first.isnan() & second.isnan())
+    is_same = (first_values == second_values) | (first_values.isnan() & second_values.isnan())
     return _maximum(difference.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(is_same, 0.0))
 
 
 def _largest(tensor: Tensor) -> float:
-    # without nan and inf: as the largest element they would make every relative difference 0
+    # without nan and inf, which would make every relative difference 0
     values = tensor.abs().double() if tensor.dtype != torch.bool else tensor.double()
     return _maximum(values.nan_to_num(nan=0.0, posinf=0.0))
 
@@ -226,5 +226,5 @@ def _maximum(values: Tensor) -> float:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Returns the tensor's bytes: nan is not equal to itself, but its bytes are."""
+    """Returns the tensor's bytes, which are equal even for nan."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -9,12 +9,12 @@ from mtrain.config.renamed import current_names
 from mtrain.config.schema.model import ModelSection
 
 MODEL_NAME = "model.yaml"
-"""Part of the configuration for runs that start from the checkpoint."""
+"""File with the `model` section for runs that start from the checkpoint."""
 _MOST_BYTES = 1 << 20
 
 
 def imported_model(checkpoint: Path) -> ModelSection | None:
-    """Reads the model section of an import; None where the folder is not an import."""
+    """Reads the model section of an import; None if the folder is not an import."""
     path = checkpoint / MODEL_NAME
     if not path.exists():
         return None
@@ -23,5 +23,5 @@ def imported_model(checkpoint: Path) -> ModelSection | None:
         # an import by version 0.1.0 has the field names of that version
         return ModelSection.model_validate(current_names(content, str(path))[0]["model"])
     except (OSError, ValueError, TypeError, KeyError) as fault:
-        said = str(fault).splitlines()[0][:200]
-        raise DataError(f"{path} cannot be understood: {said}; import the weights again") from None
+        reason = str(fault).splitlines()[0][:200]
+        raise DataError(f"{path} cannot be understood: {reason}; import the weights again") from None

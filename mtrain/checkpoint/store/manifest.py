@@ -1,7 +1,7 @@
-"""mtrain.json: facts and files of a checkpoint; and training_state.json: the counters of the run, next to the tensors.
+"""mtrain.json, the facts and files of a checkpoint, and training_state.json, the run's counters.
 
 mtrain.json is written last, so its presence means that the checkpoint is complete. Its last line is the SHA-256 of the
-bytes before it, so any changed bit is found, and a later version with more fields can still verify an old manifest.
+bytes before it, which reveals any changed bit, and lets later versions with more fields verify old manifests.
 """
 
 import errno
@@ -33,11 +33,11 @@ from mtrain.core.state.loss_scaler import LossScaler
 STATE_NAME = "training_state.json"
 _MOST_STATE_BYTES = 1 << 20
 _MOST_COUNT = 1 << 53
-"""Largest count: more steps, samples, tokens or bytes than there will be, and still exact in torch."""
+"""Largest count of steps, samples, tokens or bytes; still exact as a float64."""
 
 
 class RecentUpdates(BaseModel):
-    """Latest updates, by which train.on_spike judges the next step; the oldest first."""
+    """Latest updates, the oldest first, which train.on_spike compares with the next step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -46,7 +46,7 @@ class RecentUpdates(BaseModel):
 
 
 class TrainingState(BaseModel):
-    """State of a run in a checkpoint besides its tensors."""
+    """State of a run besides its tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,22 +55,22 @@ class TrainingState(BaseModel):
     """Optimizer updates completed, as the run counts them."""
     consumed_samples: int = Field(ge=0)
     adam_step: int = Field(ge=0)
-    """Number of updates that changed the weights: after an overflow of fp16 or an empty batch it stays."""
+    """Number of updates that changed the weights; an fp16 overflow or an empty batch does not count."""
     loss_scaler: LossScaler | None
-    """Loss scaler of an fp16 run; else None."""
+    """None unless the run uses fp16."""
     layout: str
     device: str
-    """Kind of device, cpu or cuda: random states of one are meaningless to the other."""
+    """cpu or cuda; random states of one mean nothing to the other."""
     vocab_size: int = Field(gt=0)
-    """Number of embedding rows that are tokens; the others are padding, which depends on the layout."""
+    """Number of embedding rows that are tokens; further rows are padding, which depends on the layout."""
     recent: RecentUpdates | None = None
-    """Latest updates where train.on_spike is set; else None."""
+    """None unless train.on_spike is set."""
 
 
 def write_state(folder: Path, state: TrainingState) -> None:
-    """Writes the state into a checkpoint's folder; raises OSError where the disk refuses."""
-    # in place: the folder is published as a whole, and the manifest has the digest of this file
-    # left out where it is None: versions that do not know the key can read the rest
+    """Writes the state into a checkpoint's folder; raises OSError if the disk fails."""
+    # without an atomic rename: the whole folder is published later, with this file's digest in the manifest
+    # without `recent` if it is None, so that versions that do not know the key can read the file
     absent = {"recent"} if state.recent is None else set[str]()
     (folder / STATE_NAME).write_text(state.model_dump_json(indent=1, exclude=absent) + "\n", encoding="utf-8")
 
@@ -82,33 +82,31 @@ def read_state(folder: Path) -> TrainingState:
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
     except ValidationError as fault:
-        # cut: pydantic repeats its input, which can be anything in a damaged file
+        # truncated, because pydantic repeats its input, which can be anything in a damaged file
         raise DataError(f"{path} cannot be understood: {fault.errors()[0]['msg'][:500]}") from fault
-    # each value is valid alone, but together they would give Adam a bias correction that no run had
+    # each value is valid alone, but together they would give Adam an impossible bias correction
     if state.adam_step > state.step:
-        raise DataError(
-            f"{path} cannot be understood: adam_step={state.adam_step}, but only {state.step} steps were made"
-        )
+        raise DataError(f"{path} cannot be understood: adam_step={state.adam_step} is larger than step={state.step}")
     return state
 
 
 MANIFEST_NAME = "mtrain.json"
 CONFIG_NAME = "config.yaml"
-"""Configuration that a run resolved."""
+"""File with a run's resolved configuration."""
 _CONFIG_NAMES = (CONFIG_NAME, "model.yaml")
-"""Files whose SHA-256 is `config_hash`: of a run, or of an import, which has only a part."""
+"""Files of a run and of an import whose SHA-256 is `config_hash`."""
 MOST_BYTES = 1 << 26
-"""Largest size of a manifest; it has one line per file."""
+"""Largest manifest; it has one entry per file."""
 _SEAL = b',\n "sha256": "%s"\n}\n'
-# Only at the very end: the same text inside a value of the manifest is no seal.
+# only at the very end, because a value of the manifest may contain the same text
 _SEALED = re.compile(re.escape(_SEAL).replace(b"%s", b"([0-9a-f]{64})") + rb"\Z")
 _DIGEST = r"^[0-9a-f]{64}$"
 _DELETED_ON_NFS = ".nfs"
-"""Prefix of files that NFS keeps because a process has them open while they are deleted."""
+"""Prefix of files that NFS keeps for a process that had them open when they were deleted."""
 
 
 class DigestAlgorithm(Enum):
-    """Cryptographic hash of a file's bytes, of 256 bits."""
+    """Cryptographic hash of a file's bytes, 256 bits."""
 
     SHA256 = "sha256"
     BLAKE3 = "blake3"
@@ -125,7 +123,7 @@ class FileInfo(BaseModel):
     sha256: str | None = Field(None, pattern=_DIGEST)
     """SHA-256 of small files, and of all files in formats up to 3."""
     blake3: str | None = Field(None, pattern=_DIGEST)
-    """BLAKE3 of files that are hashed as they are written: 12 times as fast on a CPU without SHA-256 instructions."""
+    """BLAKE3 of files that are hashed as they are written; 12 times as fast on a CPU without SHA-256 instructions."""
 
     @model_validator(mode="after")
     def has_one_digest(self) -> Self:
@@ -151,7 +149,7 @@ class GitState(BaseModel):
 
 
 class ChangeInfo(BaseModel):
-    """Configuration key that a start changed from its checkpoint's value, with consent."""
+    """Configuration key that a start changed, with the user's consent, from its checkpoint's value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -164,30 +162,30 @@ class ChangeInfo(BaseModel):
 
 
 class SkippedInfo(BaseModel):
-    """Step whose batch is left out of the run."""
+    """Step whose batch the run skips."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int = Field(gt=0, le=_MOST_COUNT)
-    """Number of the step, from 1; after a rollback it may lie beyond the checkpoint."""
+    """Number of the step, from 1; after a rollback it may be later than the checkpoint."""
     reason: str
     is_margin: bool = False
     """Whether the step is only near a bad one."""
 
 
 class BaseInfo(BaseModel):
-    """Frozen model that a checkpoint of adapters does not hold."""
+    """Frozen model of an adapter checkpoint, which does not contain it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     origin: str
-    """Source of the model: a Hugging Face folder, a checkpoint, or a sentence where it was randomly initialized."""
+    """Source of the model: a Hugging Face folder, a checkpoint, or a sentence if it was randomly initialized."""
     fingerprint: str = Field(pattern=r"^[0-9a-f]{16}$")
     """Fingerprint of its bits (checkpoint/format/fingerprint.py), the same under every layout and from every origin."""
 
 
 class CheckpointInfo(BaseModel):
-    """Facts of a checkpoint that the saving program knows."""
+    """Facts about a checkpoint, without its files."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -196,40 +194,40 @@ class CheckpointInfo(BaseModel):
     tokens: int = Field(0, ge=0)
     """Tokens of text that training has consumed."""
     layout: str
-    """Layout that saved the checkpoint, for people and for messages."""
+    """Layout that saved the checkpoint, as messages show it."""
     config_hash: str
-    """SHA-256 of the resolved configuration that saved it, stored with it as config.yaml (model.yaml of an import)."""
+    """SHA-256 of the resolved configuration, which the checkpoint has as config.yaml (model.yaml of an import)."""
     versions: dict[str, str]
     """Package -> version."""
     dataset: str | None = None
-    """Fingerprint of the training data; None without any, as in a conversion."""
+    """Fingerprint of the training data; None without training data, as in a conversion."""
     git: GitState | None = None
     """State of the program's source; None outside a git checkout."""
     inputs: dict[str, str] = {}
-    """Key of the configuration -> fingerprint of what it named, for what a run reads besides its training data: source
-    of the user's own loss functions, teacher, validation sets."""
+    """Configuration key -> fingerprint of what it names, for the run's inputs besides its training data: source code of
+    the user's loss functions, teacher, validation sets."""
     valid_loss: float | None = None
-    """Loss of a validation at this step, in nats, if any."""
+    """Validation loss at this step in nats; None without a validation."""
     valid_measure: str | None = None
-    """Fingerprint of what `valid_loss` measures, samples and loss function; only losses with the same one compare. None
-    without a validation, and in checkpoints from before this field."""
+    """Fingerprint of the samples and loss function of `valid_loss`; only losses with the same one compare. None without
+    a validation, and in checkpoints from before this field."""
     changes: tuple[ChangeInfo, ...] = ()
-    """Changes of the configuration up to this step, in order."""
+    """Changes to the configuration up to this step, in order."""
     skipped: tuple[SkippedInfo, ...] = ()
-    """Steps that train.on_nonfinite and train.on_spike left out of the run, ascending."""
+    """Steps that train.on_nonfinite and train.on_spike have skipped, ascending."""
     base: BaseInfo | None = None
     """Frozen model of an adapter checkpoint; None for a whole model."""
     reference: str | None = None
-    """Value of `loss.reference`: the model that answers were compared with, whose scores are part of `dataset`. None if
-    that was the model that the run began from, or if nothing was compared."""
+    """Value of `loss.reference`, the reference model whose scores are part of `dataset`. None for a run whose reference
+    is its initial model, and for one without a reference."""
 
 
 class Manifest(CheckpointInfo):
     format: Literal[2, 3, 4] = 4
-    """Format of this file; a program that does not know the number does not touch the checkpoint. 2 has no
-    SHA-256 of itself; up to 3 every file has a SHA-256."""
+    """Format of this file; a program that does not know the number does not touch the checkpoint. Format 2 lacks the
+    SHA-256 of the manifest; up to format 3, every file has a SHA-256."""
     files: dict[str, FileInfo] = Field(min_length=1)
-    """Path inside the checkpoint, with forward slashes -> facts; the manifest itself is left out."""
+    """Path inside the checkpoint, with forward slashes -> facts of every file except the manifest."""
 
     @field_validator("files")
     @classmethod
@@ -238,7 +236,7 @@ class Manifest(CheckpointInfo):
             path = PurePosixPath(name)
             # "a//b" and "./a/b" would be compared as different files
             if path.is_absolute() or ".." in path.parts or path.as_posix() != name or name == "." or "\0" in name:
-                raise ValueError(f"file {name[:255]!r} does not lie inside the checkpoint")
+                raise ValueError(f"file {name[:255]!r} is not inside the checkpoint")
         return files
 
     @model_validator(mode="after")
@@ -250,40 +248,40 @@ class Manifest(CheckpointInfo):
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the manifest's own bytes were compared with a SHA-256."""
+        """Whether the manifest has a SHA-256 of itself."""
         return self.format > 2
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest with its own SHA-256, whole or not at all; raises OSError if the disk refuses."""
+    """Writes the manifest with its own SHA-256, atomically; raises OSError if the disk fails."""
     body = manifest.model_dump_json(indent=1).encode()
     seal = _SEAL % hashlib.sha256(body).hexdigest().encode()
     write_atomically(folder / MANIFEST_NAME, (body.removesuffix(b"\n}") + seal).decode())
 
 
 def parsed_manifest(raw: bytes) -> Manifest:
-    """Parses the bytes of a manifest's file; raises ValueError if they were changed after writing, or cannot be
-    understood."""
+    """Parses the bytes of a manifest's file; raises ValueError if they have changed since it was written, or are not a
+    valid manifest."""
     sealed = _SEALED.search(raw)
     body = raw if sealed is None else raw[: sealed.start()] + b"\n}"
-    # before the content is parsed: a damaged manifest is not interpreted
+    # before parsing, so that a damaged manifest is never interpreted
     if sealed is not None and hashlib.sha256(body).hexdigest().encode() != sealed[1]:
-        raise ValueError("it was changed after it was written (its SHA-256 differs)")
+        raise ValueError("it has changed since it was written (its SHA-256 differs)")
     manifest = Manifest.model_validate_json(body)
     # a damaged seal may no longer look like one
     if manifest.is_sealed != (sealed is not None):
-        raise ValueError("its last line, the SHA-256 of itself, is damaged")
+        raise ValueError("its last line, its own SHA-256, is damaged")
     return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a published checkpoint's manifest and compares it with the files in the folder, by presence and size.
+    """Reads a published checkpoint's manifest, and compares it with the files in the folder by name and size.
 
-    `verification` reads their bytes. A file that the manifest does not name cannot be verified, so it is not allowed.
+    Refuses a file that the manifest does not list, because it could not be verified. `verify_files` reads the bytes.
 
     Raises:
-        DataError: The manifest is missing or cannot be understood, or a file is missing, has another size, is a link or
-            a device, or is not named.
+        DataError: The manifest is missing or not valid, or a file is missing, has another size, is a link or a device,
+            or is not in the manifest.
     """
     path = folder / MANIFEST_NAME
     try:
@@ -294,7 +292,7 @@ def read_manifest(folder: Path) -> Manifest:
     except NotADirectoryError:
         raise DataError(f"{folder} is not a folder") from None
     except OSError as fault:
-        # a fault of the disk does not make the checkpoint damaged
+        # a disk error does not mean that the checkpoint is damaged
         if fault.errno not in NOT_A_PLAIN_FILE:
             raise
         reason = "it is a link" if fault.errno == errno.ELOOP else fault.strerror or fault
@@ -319,19 +317,19 @@ def _compare(folder: Path, files: Mapping[str, FileInfo]) -> None:
             raise DataError(f"{folder / name} has {sizes[name]} bytes, but {facts.size_bytes} were saved")
     if unknown := sorted(sizes.keys() - files.keys() - {MANIFEST_NAME}):
         raise DataError(
-            f"{folder / unknown[0]} is not named in {MANIFEST_NAME}, so it cannot be verified; move it elsewhere"
+            f"{folder / unknown[0]} is not listed in {MANIFEST_NAME}, so it cannot be verified; move it elsewhere"
         )
 
 
 def _sizes_below(folder: Path) -> dict[str, int]:
-    """Returns path inside the folder -> size in bytes of all files; refuses what is neither a file nor a folder."""
+    """Returns path inside the folder -> size in bytes of all files; refuses links, devices and pipes."""
     sizes: dict[str, int] = {}
     left = [folder]
     while left:
-        # one stat per file: `exists` and `stat` by name cost two round trips each on a network disk
+        # scandir needs one stat per file; `exists` and `stat` by name would cost two round trips on a network disk
         with os.scandir(left.pop()) as entries:
             for entry in entries:
-                # a link itself counts: its target may change without the checkpoint changing
+                # the link itself, because its target may change while the checkpoint does not
                 facts = entry.stat(follow_symlinks=False)
                 if stat.S_ISDIR(facts.st_mode):
                     left.append(Path(entry.path))
@@ -348,12 +346,12 @@ def _first_line(fault: ValidationError) -> str:
 
 
 class BadStepHistory(NamedTuple):
-    """Skipped steps of a run, and the updates by which the next step is judged."""
+    """Skipped steps of a run, and the updates that train.on_spike compares with the next step."""
 
     skipped: tuple[SkippedInfo, ...] = ()
-    """Steps that were left out, ascending."""
+    """Skipped steps, ascending."""
     recent: RecentUpdates | None = None
-    """Latest updates if train.on_spike is set, else None."""
+    """None unless train.on_spike is set."""
 
 
 NO_BAD_STEPS = BadStepHistory()

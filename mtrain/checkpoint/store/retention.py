@@ -1,9 +1,9 @@
-"""Retention: which checkpoints stay, and when the others are deleted.
+"""Decides which checkpoints to keep, and deletes the others.
 
 A checkpoint whose numbers are all finite can still be useless: weights of 1e30 are finite. So it counts as good only
-once a later step, or a forward pass with the same weights, had a finite loss. Until then it neither counts nor is
-deleted, and nothing is deleted in its favour. Nothing on disk records this: a run deletes only checkpoints older than
-one that it has seen confirmed itself, and its own first step confirms the checkpoint that it resumes from.
+once a later step, or a forward pass with the same weights, has given a finite loss. Until then it neither counts nor is
+deleted, and no other checkpoint is deleted in its favour. Nothing on disk records this: a run deletes only checkpoints
+older than one that it has confirmed itself, and its first step confirms the checkpoint that it resumes from.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _log = logging.getLogger(__name__)
 
 
 class Keep(NamedTuple):
-    """Rules of which checkpoints are kept; one rule suffices."""
+    """Rules for keeping checkpoints; a checkpoint stays if any of them applies."""
 
     last: int
     """Number of newest checkpoints to keep; at least 1."""
     every: int | None = None
-    """Interval whose multiples are kept for ever; None keeps none."""
+    """Interval in steps whose multiples are kept forever; None keeps none."""
     best: int = 0
-    """Number of checkpoints with the lowest validation loss to keep, of each measure; of equal ones the newer."""
+    """Number of checkpoints to keep with the lowest validation loss of each measure; among equals, the newest."""
 
     @classmethod
     def of(cls, section: CheckpointSection) -> Keep:
@@ -47,51 +47,50 @@ def to_delete(
     valid_losses: Mapping[int, float] | None = None,
     measures: Mapping[int, str | None] | None = None,
 ) -> list[int]:
-    """Returns the steps that may be deleted, ascending; only losses of one measure compare, by default all do."""
+    """Returns the steps that may be deleted, ascending; only losses of the same measure compare, by default all."""
     assert keep.last > 0, "the newest checkpoint is never deleted"
-    losses, of_step = valid_losses or {}, measures or {}
-    # among all, including the newest: a step that is kept for two reasons does not make room for another
+    losses, measure_of = valid_losses or {}, measures or {}
+    # ranks all steps, even the newest, so that a step kept for two reasons does not make room for another
     ranked: dict[str | None, list[int]] = {}
     for step in sorted(losses, key=lambda step: (losses[step], -step)):
-        ranked.setdefault(of_step.get(step), []).append(step)
-    best = {step for of_measure in ranked.values() for step in of_measure[: keep.best]}
+        ranked.setdefault(measure_of.get(step), []).append(step)
+    best = {step for same_measure in ranked.values() for step in same_measure[: keep.best]}
     older = sorted(set(steps))[: -keep.last]
     return [step for step in older if step not in best and (keep.every is None or step % keep.every != 0)]
 
 
 def apply_retention(root: Path, keep: Keep, confirmed: int) -> list[int]:
-    """Deletes the checkpoints that may go; returns their steps. Damaged and unconfirmed checkpoints neither count nor
-    are deleted, so the newest good one always stays; so does one that is being read."""
+    """Deletes old checkpoints, and returns their steps. Damaged and unconfirmed checkpoints neither count nor are
+    deleted, so the newest good one always stays, and so does one that is being read."""
     good = {step: manifest for step, manifest in whole_steps(root).items() if step <= confirmed}
-    losses = {step: each.valid_loss for step, each in good.items() if each.valid_loss is not None}
-    measures = {step: each.valid_measure for step, each in good.items()}
+    losses = {step: info.valid_loss for step, info in good.items() if info.valid_loss is not None}
+    measures = {step: info.valid_measure for step, info in good.items()}
     return [step for step in to_delete(good, keep, losses, measures) if delete_checkpoint(root, step)]
 
 
 def whole_steps(root: Path) -> dict[int, Manifest]:
-    """Returns step -> manifest of the checkpoints that are not damaged; ascending."""
+    """Returns step -> manifest of the undamaged checkpoints, ascending."""
     good: dict[int, Manifest] = {}
     for step in published_steps(root):
         try:
             good[step] = load_entry(root / step_name(step)).manifest
         except DataError:
-            continue  # it stays: people may still recover something from it
+            continue  # stays on disk, because people may recover something from it
     return good
 
 
 def way_back(root: Path, confirmed: int) -> str:
-    """Says what a user can do after a numeric error: which step to go back to, and how."""
+    """Tells the user which step to go back to after a numeric error, and how."""
     steps = list(whole_steps(root))
     good = [step for step in steps if step <= confirmed]
     doubtful = ", ".join(str(root / step_name(step)) for step in steps if step > confirmed)
     if not good:
-        none = "there is no good checkpoint to go back to"
-        return f"{none}: {doubtful} was not followed by a finite loss" if doubtful else none
+        none = "no good checkpoint is left to go back to"
+        return f"{none}: no finite loss followed {doubtful}" if doubtful else none
     path = root / step_name(good[-1])
     if doubtful:
         return (
-            f"go back to step {good[-1]} ({path}): move {doubtful} away, which was not followed by a finite loss, and "
-            "start again"
+            f"go back to step {good[-1]} ({path}): move {doubtful} away, which no finite loss followed, and start again"
         )
     return f"go back to step {good[-1]}: the next start resumes from {path}"
 
@@ -102,26 +101,26 @@ class Retention:
     def __init__(self, root: Path, keep: Keep, check: Callable[[], None] = lambda: None, start_step: int = 0) -> None:
         """
         Args:
-            root: Folder `checkpoints` of the run, seen by all ranks.
-            check: Called on the first rank before anything becomes visible or is deleted, and on any rank if a step has
-                been saved already; raises if another run has taken the folder over.
+            root: Folder `checkpoints` of the run, visible to all ranks.
+            check: Called on the first rank before a checkpoint is published or deleted, and on any rank if a step is
+                already saved; raises if another run has taken the folder over.
             start_step: Step of the checkpoint that the run has resumed from; 0 without one.
         """
         self.root, self._keep, self.check = root, keep, check
-        self.confirmed = start_step - 1  # what came before the loaded checkpoint was followed by it
-        # after a crash between a publication and its retention the first step of the next start catches up
+        self.confirmed = start_step - 1  # the loaded checkpoint followed the earlier ones
+        # after a crash between publication and retention, the next start's first step catches up
         self._pending: int | None = start_step if start_step > 0 else None
         self._work: Future[None] | None = None
 
     def rewind(self, step: int) -> None:
-        """Returns to this checkpoint, which is good: newer ones of the same steps will be replaced."""
+        """Goes back to a good checkpoint; the run will replace newer ones."""
         self.confirmed, self._pending = step, None
 
     def doubtful(self, below: int) -> dict[int, str]:
         """Returns step -> reason, for published checkpoints that a run must not go back to after a numeric error.
 
-        Those from step `below` on are too new. If none is confirmed, as in the first step of a start, any whole one
-        from before it has to do.
+        Checkpoints of step `below` and later are too new. If none is confirmed, as in the first step of a start, any
+        earlier whole one has to do.
         """
         steps = list(whole_steps(self.root))
         limit = max((step for step in steps if step < below and step <= self.confirmed), default=below - 1)
@@ -134,17 +133,17 @@ class Retention:
         self._pending = step
 
     def poll(self) -> None:
-        """Begins to delete, if there is something new to do."""
+        """Starts to delete old checkpoints if a newer one was confirmed."""
         if self._work is not None:
             if not self._work.done():
                 return
-            self._work.result()  # raises what was not foreseen
+            self._work.result()  # raises an unexpected error
         if self._pending is not None and self._pending <= self.confirmed:
             step, self._pending = self._pending, None
             self._work = started(lambda: self._delete(step), f"retention-{step}")
 
     def finish(self, timeout_s: float) -> None:
-        """Does everything that is due and waits for it, at most for `timeout_s`; the next start completes the rest."""
+        """Deletes everything that is due; waits at most `timeout_s` seconds, and the next start deletes the rest."""
         self._wait(timeout_s)
         self.poll()
         self._wait(timeout_s)
@@ -154,11 +153,11 @@ class Retention:
             concurrent.futures.wait([self._work], timeout_s)
 
     def _delete(self, step: int) -> None:
-        """Deletes in the thread; a run that lost its folder learns so when it saves again."""
+        """Deletes in the thread; a run that has lost its folder finds out at its next save."""
         fault_point("retention", 0, step)
         try:
             self.check()
             apply_retention(self.root, self._keep, step)
-        except MtrainError as fault:  # a run that cannot delete still trains; the next confirmed checkpoint tries again
+        except MtrainError as fault:  # training can continue, and the next confirmed checkpoint tries again
             _log.warning(f"warning: {fault}")
         fault_point("end", 0, step)

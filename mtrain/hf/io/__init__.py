@@ -1,1 +1,1 @@
-"""Hugging Face folders as bytes and tensors."""
+"""Reads and writes the files of Hugging Face folders."""

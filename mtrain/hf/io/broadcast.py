@@ -1,4 +1,4 @@
-"""Named tensors from a trainer to other processes, such as inference engines: one description, then buckets.
+"""Sends named tensors from a trainer to other processes, such as inference engines: one description, then buckets.
 
 The description is a JSON object that lists the tensors of each bucket; a bucket is a flat buffer of bytes. Needs only
 torch, so that a receiver loads neither Megatron-Core nor a configuration.
@@ -18,7 +18,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 
 ALIGNMENT = 16
-"""Alignment in bytes; a view of another dtype must begin at a multiple of its element size."""
+"""Alignment in bytes, because a view of another dtype must begin at a multiple of its element size."""
 
 
 class TensorKind(NamedTuple):
@@ -33,12 +33,12 @@ class TensorKind(NamedTuple):
 
 
 def buffer_bytes(kinds: Sequence[TensorKind]) -> int:
-    """Returns the bytes of a buffer that holds tensors of these kinds."""
+    """Returns the size in bytes of a buffer for tensors of these kinds."""
     return _starts(kinds)[-1]
 
 
 def views(buffer: Tensor, kinds: Sequence[TensorKind]) -> list[Tensor]:
-    """Returns the tensors in a buffer, [bytes] uint8, as views; kinds are in their order in the buffer."""
+    """Returns the tensors in a buffer, [bytes] uint8, as views, in the order of `kinds`."""
     return [
         buffer[start : start + kind.size_bytes].view(kind.dtype).view(kind.shape)
         for start, kind in zip(_starts(kinds), kinds)
@@ -51,7 +51,7 @@ def _starts(kinds: Sequence[TensorKind]) -> list[int]:
 
 
 BUCKET_BYTES = 1 << 28
-"""Largest bucket, unless a single tensor is larger."""
+"""Largest bucket in bytes, unless a single tensor is larger."""
 _VERSION = 1
 
 
@@ -71,43 +71,46 @@ def send_tensors(
     """Sends tensors to every other rank of a group, one broadcast per bucket.
 
     Args:
-        named: Names and tensors in the order of the buckets; read as they are sent.
+        named: Names and tensors in the order of the buckets; each is read just before it is sent.
         buckets: Names and kinds of the tensors in each bucket.
-        group: This rank and the receivers; may lie outside torch.distributed's own world.
+        group: This rank and the receivers; may be outside torch.distributed's world.
     """
-    described = [[_described(each) for each in bucket] for bucket in buckets]
+    described = [[_described(item) for item in bucket] for bucket in buckets]
     text = json.dumps({"version": _VERSION, "buckets": described}).encode()
     send_bytes(torch.frombuffer(bytearray(text), dtype=torch.uint8), group, device)
     tensors = iter(named)
     for bucket in buckets:
-        kinds = [each.kind for each in bucket]
+        kinds = [item.kind for item in bucket]
         buffer = torch.empty(buffer_bytes(kinds), dtype=torch.uint8, device=device)
-        for announced, place in zip(bucket, views(buffer, kinds), strict=True):
+        for announced, view in zip(bucket, views(buffer, kinds), strict=True):
             name, values = next(tensors)
-            found = NamedKind(name, TensorKind(values.dtype, tuple(values.shape)))
-            assert found == announced, f"{found} was to be {announced}"
-            place.copy_(values)
+            actual = NamedKind(name, TensorKind(values.dtype, tuple(values.shape)))
+            assert actual == announced, f"{actual} instead of {announced}"
+            view.copy_(values)
         _broadcast(buffer, group, group.rank())
 
 
 def receive_hf_tensors(
     group: dist.ProcessGroup, source: int = 0, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields what `Engine.broadcast_hf_tensors` sends: (name, tensor), in the order of the model.
+    """Yields the tensors that `Engine.broadcast_hf_tensors` sends, as (name, tensor), in the order of the model.
 
-    Every rank of the group but the source must iterate to the end, for instance in vLLM's `load_weights`. Tensors are
-    views of a bucket; one bucket is in memory unless you keep them.
+    Every rank of the group except the source must iterate to the end, for instance in vLLM's `load_weights`. Tensors
+    are views of a bucket; memory holds one bucket at a time, unless you keep its tensors.
 
     Args:
         source: Rank of the sender in the group.
         device: Device on which the group receives: "cuda" with NCCL.
 
     Raises:
-        DataError: The sender has another version.
+        DataError: The sender uses another version of the protocol.
     """
     content = json.loads(bytes(receive_bytes(group, source, device).numpy()))
     if content["version"] != _VERSION:
-        raise DataError(f"the sender describes tensors in version {content['version']}, but {_VERSION} is needed")
+        raise DataError(
+            f"the sender describes tensors in version {content['version']}, but version {_VERSION} is needed; install "
+            "the same version of mtrain on both sides"
+        )
     for described in content["buckets"]:
         kinds = [TensorKind(getattr(torch, dtype), tuple(shape)) for _, dtype, shape in described]
         buffer = torch.empty(buffer_bytes(kinds), dtype=torch.uint8, device=device)
@@ -116,14 +119,14 @@ def receive_hf_tensors(
 
 
 def send_bytes(content: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Sends [bytes] uint8, which may be empty, to every other rank of a group: their number, then themselves."""
+    """Sends [bytes] uint8, which may be empty, to every other rank of a group, after their number."""
     _broadcast(torch.tensor([content.numel()], dtype=torch.int64, device=device), group, group.rank())
     if content.numel():
         _broadcast(content.to(device), group, group.rank())
 
 
 def receive_bytes(group: dist.ProcessGroup, source: int, device: torch.device | str) -> Tensor:
-    """Returns the [bytes] uint8 on the CPU that rank `source` of the group sends by `send_bytes`."""
+    """Returns the [bytes] uint8 that rank `source` of the group sends with `send_bytes`, on the CPU."""
     length = torch.zeros(1, dtype=torch.int64, device=device)
     _broadcast(length, group, source)
     content = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
@@ -132,10 +135,10 @@ def receive_bytes(group: dist.ProcessGroup, source: int, device: torch.device | 
     return content.cpu()
 
 
-def _described(each: NamedKind) -> tuple[str, str, Sizes]:
-    return each.name, str(each.kind.dtype).removeprefix("torch."), each.kind.shape
+def _described(item: NamedKind) -> tuple[str, str, Sizes]:
+    return item.name, str(item.kind.dtype).removeprefix("torch."), item.kind.shape
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup, root: int) -> None:
-    # the group's own method: dist.broadcast knows only groups of this process's world, and RL frameworks open others
+    # the group's method: dist.broadcast only knows groups of this process's world, and RL frameworks open others
     group.broadcast(tensor, root).wait()

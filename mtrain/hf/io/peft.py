@@ -1,4 +1,4 @@
-"""A PEFT folder: adapter_config.json, adapter_model.safetensors, and conversion of its tensors."""
+"""Opens a PEFT folder (adapter_config.json and adapter_model.safetensors), and converts its tensors."""
 
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -30,94 +30,98 @@ _FROZEN = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 
 
 class PeftFolder:
-    """An opened folder that holds exactly the adapter of a run."""
+    """An opened folder with exactly the adapter of a run."""
 
     def __init__(self, path: Path, family: Family, model: ModelSection, adapter: AdapterSection) -> None:
         """Reads and checks names, shapes and settings; reads no tensor."""
         config = read_json(inside(path, CONFIG_NAME))
         if faults := differences(config, family, model, adapter):
-            raise DataError(f"{path / CONFIG_NAME} is another adapter than the run's: {'; '.join(faults)}; change one")
+            raise DataError(f"{path / CONFIG_NAME} differs from the run's adapter: {'; '.join(faults)}; change one")
         self._file = SafetensorsFile(inside(path, TENSORS_NAME))
         self._names: dict[str, tuple[PeftTensor, str]] = {}
-        wanted: set[str] = set()
-        for each in tensors(family, model, adapter):
-            # older versions wrote the magnitudes as weights of modules
-            name = next((name for name in (each.name, f"{each.name}.weight") if name in self._file.entries), each.name)
-            self._names[each.key] = each, name
-            wanted.add(name)
-        self._check(path, wanted)
+        expected: set[str] = set()
+        for tensor in tensors(family, model, adapter):
+            # older versions of PEFT stored magnitudes as the weights of modules
+            name = next(
+                (name for name in (tensor.name, f"{tensor.name}.weight") if name in self._file.entries), tensor.name
+            )
+            self._names[tensor.key] = tensor, name
+            expected.add(name)
+        self._check(path, expected)
 
-    def _check(self, path: Path, wanted: set[str]) -> None:
-        # copies of frozen tables: the run has them from the model that it loads
-        there = {name for name in self._file.entries if not name.endswith(_FROZEN)}
-        faults = [f"it lacks {shown_names(sorted(wanted - there))}"] if wanted - there else []
-        faults += [f"it holds {shown_names(sorted(there - wanted))}"] if there - wanted else []
+    def _check(self, path: Path, expected: set[str]) -> None:
+        # without copies of frozen tables, which the run loads with its model
+        stored = {name for name in self._file.entries if not name.endswith(_FROZEN)}
+        faults = [f"it lacks {shown_names(sorted(expected - stored))}"] if expected - stored else []
+        faults += [f"it has unexpected {shown_names(sorted(stored - expected))}"] if stored - expected else []
         faults += [
-            f"{name} has shape {list(self._file.entries[name].shape)} instead of {list(each.shape)}"
-            for each, name in self._names.values()
-            if name in self._file.entries and self._file.entries[name].shape != each.shape
+            f"{name} has shape {list(self._file.entries[name].shape)} instead of {list(tensor.shape)}"
+            for tensor, name in self._names.values()
+            if name in self._file.entries and self._file.entries[name].shape != tensor.shape
         ]
         if faults:
             raise DataError(
-                f"{path} does not fit adapter.targets and model.*: {'; '.join(faults[:4])}; name what it adapts in "
-                "adapter.targets"
+                f"{path} does not fit adapter.targets and model.*: {'; '.join(faults[:4])}; set adapter.targets to the "
+                "modules that it adapts"
             )
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a tensor in float32 by our global name."""
-        for key, (each, theirs) in self._names.items():
+        """Returns a tensor, in float32 and in our layout, by our global name."""
+        for key, (tensor, stored_name) in self._names.items():
             if key == name:
-                return from_peft(each, self._file.tensor(theirs).float())
-            # PEFT has one tensor for all experts, this program a name for each
+                return from_peft(tensor, self._file.tensor(stored_name).float())
+            # PEFT has one tensor for all experts; we have a name for each
             head, _, tail = key.partition("{E}")
             if tail and name.startswith(head) and name.endswith(tail):
                 expert = int(name.removeprefix(head).removesuffix(tail))
-                return from_peft(each, self._file.tensor(theirs).float())[expert]
+                return from_peft(tensor, self._file.tensor(stored_name).float())[expert]
         raise AssertionError(name)
 
 
 def adapter_of(path: Path, family: Family, model: ModelSection) -> AdapterSection:
     """Derives the section `adapter` from a PEFT folder."""
     config = read_json(inside(path, CONFIG_NAME))
-    there = SafetensorsFile(inside(path, TENSORS_NAME)).entries.keys()
+    stored = SafetensorsFile(inside(path, TENSORS_NAME)).entries.keys()
     settings: dict[str, Any] = {
         "kind": "dora" if config.get("use_dora") else "lora",
         "rank": config.get("r"),
         "alpha": config.get("lora_alpha"),
         "scaling": "rslora" if config.get("use_rslora") else "standard",
-        "targets": [part for part in PARTS if _is_adapted(part, there, family, model)],
+        "targets": [part for part in PARTS if _is_adapted(part, stored, family, model)],
         "modules_to_save": _saved_whole(config, model),
     }
     settings |= _patterns(
-        path, config, [each for part in settings["targets"] for each in _tensors_of(part, family, model)]
+        path, config, [tensor for part in settings["targets"] for tensor in _tensors_of(part, family, model)]
     )
     try:
         return TypeAdapter[AdapterSection](AnyAdapter).validate_python(settings)
     except ValidationError as error:
         reasons = "; ".join(line for detail in error.errors(include_url=False) for line in readable(detail))
-        raise DataError(f"{path / CONFIG_NAME} is no adapter of this model: {reasons}; name another folder") from None
+        raise DataError(
+            f"{path / CONFIG_NAME} is not an adapter of this model: {reasons}; name another folder"
+        ) from None
 
 
 def _patterns(path: Path, config: dict[str, Any], named: Sequence[PeftTensor]) -> dict[str, dict[str, Any]]:
-    found: dict[str, tuple[Any, Any]] = {}
-    for each in named if config.get("rank_pattern") or config.get("alpha_pattern") else ():
-        numbers = rank_and_alpha(config, path_in_model(each))
-        if found.setdefault(each.matrix.part, numbers) != numbers:
+    numbers_of_part: dict[str, tuple[Any, Any]] = {}
+    for tensor in named if config.get("rank_pattern") or config.get("alpha_pattern") else ():
+        numbers = rank_and_alpha(config, path_in_model(tensor))
+        if numbers_of_part.setdefault(tensor.matrix.part, numbers) != numbers:
             raise DataError(
-                f"{path / CONFIG_NAME} gives {each.matrix.part} other ranks or alphas in some layers (rank_pattern, "
-                "alpha_pattern), but all layers have the same here; merge it into the model"
+                f"{path / CONFIG_NAME} gives {tensor.matrix.part} different ranks or alphas in different layers "
+                "(rank_pattern, alpha_pattern), but mtrain needs the same in all layers; merge it into the model"
             )
     return {
-        "rank_pattern": {part: rank for part, (rank, _) in found.items()},
-        "alpha_pattern": {part: alpha for part, (_, alpha) in found.items()},
+        "rank_pattern": {part: rank for part, (rank, _) in numbers_of_part.items()},
+        "alpha_pattern": {part: alpha for part, (_, alpha) in numbers_of_part.items()},
     }
 
 
 def _saved_whole(config: dict[str, Any], model: ModelSection) -> list[str]:
     named = saved_modules(config)
     if model.output.is_new:
-        named -= {"head"}  # learns whole without being named
-    # PEFT's file of a tied table that stays tied may have either name
+        named -= {"head"}  # a new head is always trained whole
+    # PEFT may save a table that stays tied under either name
     is_one = (
         model.output.is_tied and config.get("ensure_weight_tying") and not named.isdisjoint(("embedding", "output"))
     )
@@ -125,47 +129,47 @@ def _saved_whole(config: dict[str, Any], model: ModelSection) -> list[str]:
 
 
 def _tensors_of(part: Target, family: Family, model: ModelSection) -> list[PeftTensor]:
-    return [each for each in tensors(family, model, LoraSection(targets=(part,))) if each.kind == "lora_a"]
+    return [tensor for tensor in tensors(family, model, LoraSection(targets=(part,))) if tensor.kind == "lora_a"]
 
 
-def _is_adapted(part: Target, there: Set[str], family: Family, model: ModelSection) -> bool:
+def _is_adapted(part: Target, stored: Set[str], family: Family, model: ModelSection) -> bool:
     try:
-        named = [each.name for each in _tensors_of(part, family, model)]
-    except DataError:  # PEFT has no form for it in this family
+        named = [tensor.name for tensor in _tensors_of(part, family, model)]
+    except DataError:  # PEFT cannot express it in this family
         return False
-    return not there.isdisjoint(named)
+    return not stored.isdisjoint(named)
 
 
-def to_peft(each: PeftTensor, own: Tensor) -> Tensor:
-    """Returns a tensor [rank, inputs], [outputs, rank] or [outputs] in the layout of PEFT; experts add a first axis."""
-    if each.matrix.num_experts:
-        if each.kind == "lora_a":
-            # [experts, rank, inputs]: the rows of one expert after those of another
-            return own.reshape(each.shape)
-        if each.is_interleaved:  # all gates, then all ups -> alternating
-            own = own.reshape(len(own), 2, -1, own.shape[-1]).transpose(1, 2).flatten(1, 2)
-        # [outputs, rank, experts]: in B the expert is the fastest axis, unlike in A
-        return own.permute(1, 2, 0).reshape(each.shape)
-    if each.matrix.part == "embedding" and each.kind == "lora_a":
-        # PEFT's A of an embedding is [rank, vocabulary]; ours has the layout of the table
-        return own.T.contiguous()
-    if each.order is not None:
-        own = each.order.on_disk(own.reshape(len(own), -1)).reshape(each.shape)
-    return own.contiguous()
+def to_peft(target: PeftTensor, values: Tensor) -> Tensor:
+    """Converts a tensor [rank, inputs], [outputs, rank] or [outputs] to PEFT's layout; experts add a first axis."""
+    if target.matrix.num_experts:
+        if target.kind == "lora_a":
+            # [experts, rank, inputs]: stacks the rows of experts
+            return values.reshape(target.shape)
+        if target.is_interleaved:  # from all gates, then all ups, to alternating rows
+            values = values.reshape(len(values), 2, -1, values.shape[-1]).transpose(1, 2).flatten(1, 2)
+        # [outputs, rank, experts]: the expert is the last axis of B, unlike in A
+        return values.permute(1, 2, 0).reshape(target.shape)
+    if target.matrix.part == "embedding" and target.kind == "lora_a":
+        # PEFT's A of an embedding is [rank, vocabulary]; ours is laid out like the table
+        return values.T.contiguous()
+    if target.order is not None:
+        values = target.order.on_disk(values.reshape(len(values), -1)).reshape(target.shape)
+    return values.contiguous()
 
 
-def from_peft(each: PeftTensor, theirs: Tensor) -> Tensor:
-    """Returns a tensor of PEFT in our layout: the inverse of `to_peft`."""
-    count = each.matrix.num_experts
+def from_peft(source: PeftTensor, stored: Tensor) -> Tensor:
+    """Converts a PEFT tensor to our layout; the inverse of `to_peft`."""
+    count = source.matrix.num_experts
     if count:
-        if each.kind == "lora_a":
-            return theirs.reshape(count, -1, theirs.shape[-1])
-        own = theirs.reshape(len(theirs), -1, count).permute(2, 0, 1)
-        if each.is_interleaved:
-            own = own.reshape(count, -1, 2, own.shape[-1]).transpose(1, 2).flatten(1, 2)
-        return own.contiguous()
-    if each.matrix.part == "embedding" and each.kind == "lora_a":
-        return theirs.T.contiguous()
-    if each.order is not None:
-        return each.order.arranged(theirs.reshape(len(theirs), -1)).reshape(theirs.shape)
-    return theirs
+        if source.kind == "lora_a":
+            return stored.reshape(count, -1, stored.shape[-1])
+        values = stored.reshape(len(stored), -1, count).permute(2, 0, 1)
+        if source.is_interleaved:
+            values = values.reshape(count, -1, 2, values.shape[-1]).transpose(1, 2).flatten(1, 2)
+        return values.contiguous()
+    if source.matrix.part == "embedding" and source.kind == "lora_a":
+        return stored.T.contiguous()
+    if source.order is not None:
+        return source.order.arranged(stored.reshape(len(stored), -1)).reshape(stored.shape)
+    return stored

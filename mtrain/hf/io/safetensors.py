@@ -1,6 +1,6 @@
-"""One safetensors file, whose header is checked completely before any tensor is read.
+"""Opens a safetensors file, and checks its whole header before any tensor is read.
 
-The header has dtype, shape and position of each tensor; tensors are contiguous, without gaps.
+The header has the dtype, shape and position of each tensor; the tensors follow without gaps.
 """
 
 import json
@@ -23,7 +23,7 @@ _MOST_AXES = 64
 _MOST_ELEMENTS = 1 << 63
 _NAMES_SHOWN = 8
 _LONGEST_SHOWN = 200
-"""Most characters of a damaged entry in a message."""
+"""Limit on characters of a damaged entry in a message."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -41,7 +41,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _UNREAD = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32", "U64", "C64")
-"""Other dtypes of the format (safetensors 0.8, `Dtype`), which encode other numbers, or are no weights."""
+"""Other dtypes of the format (safetensors 0.8, `Dtype`), which encode other numbers or are not for weights."""
 
 
 class TensorEntry(NamedTuple):
@@ -67,50 +67,53 @@ class SafetensorsFile:
         """Name -> entry, in the order of the bytes."""
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a tensor as a view of the file, which must not be written to."""
+        """Returns a tensor as a view of the file; do not write to it."""
         dtype, shape, start, stop = self.entries[name]
         # frombuffer refuses a count of 0
         if start == stop:
             return torch.empty(shape, dtype=dtype)
-        # frombuffer keeps the mapping alive as long as a tensor uses it
+        # frombuffer keeps the mapping alive while a tensor uses it
         return torch.frombuffer(self._bytes, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def expect(self, name: str) -> None:
-        """Lets the system read a tensor ahead."""
+        """Asks the system to read a tensor ahead."""
         entry = self.entries[name]
         read_ahead(self._content, entry.start, entry.stop)
 
     def _checked(self, header: Header) -> dict[str, TensorEntry]:
-        entries = {name: self._entry(name, said, header.end) for name, said in header.tensors.items()}
-        # sorted by place: reading in this order is sequential, and gaps or overlaps show between neighbours
+        entries = {name: self._entry(name, description, header.end) for name, description in header.tensors.items()}
+        # by position, so that reads are sequential, and gaps or overlaps show between neighbours
         ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
         end = header.end
         for name, entry in ordered.items():
-            # the format requires it: bytes that no tensor owns could hide content, and an overlap would be two names of
-            # one memory
+            # the format requires it: a gap could hide content, and an overlap would give one memory two names
             if entry.start != end:
-                self._refuse(f"{name} begins at byte {entry.start}, but {end} is needed: tensors lie without gaps")
+                self._refuse(f"{name} begins at byte {entry.start} instead of {end}, but tensors must not have gaps")
             end = entry.stop
         if end != len(self._content):
             self._refuse(f"its tensors end at byte {end}, but the file has {len(self._content)}")
         return ordered
 
-    def _entry(self, name: str, said: Any, data_start: int) -> TensorEntry:
-        if isinstance(said, dict) and said.get("dtype") in _UNREAD:
+    def _entry(self, name: str, description: Any, data_start: int) -> TensorEntry:
+        if isinstance(description, dict) and description.get("dtype") in _UNREAD:
             raise DataError(
-                f"{self.path}: {name} is {said['dtype']}, which is not read; take weights in BF16, F16, F32 or F64, or "
-                "in F8_E4M3 with scales"
+                f"{self.path}: {name} is {description['dtype']}, which is not supported; use weights in BF16, F16, F32 "
+                "or F64, or in F8_E4M3 with scales"
             )
         try:
-            dtype, shape, (start, stop) = _DTYPES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
-            # types are checked before anything is multiplied: "2" * 3 and True would pass
+            dtype, shape, (start, stop) = (
+                _DTYPES[description["dtype"]],
+                tuple(description["shape"]),
+                description["data_offsets"],
+            )
+            # checks types before it multiplies, because "2" * 3 and True would pass
             numbers = (*shape, start, stop)
             is_sound = all(type(number) is int and 0 <= number < _MOST_ELEMENTS for number in numbers)
         except (KeyError, TypeError, ValueError):
-            self._refuse(f"{name} is described as {_shown(said)}, which is not understood")
+            self._refuse(f"{name} is described as {_shown(description)}, which is not valid")
         if not is_sound or len(shape) > _MOST_AXES or stop - start != math.prod(shape) * dtype.itemsize:
             self._refuse(
-                f"{name} of shape {_shown(list(shape))} and {dtype} cannot lie in bytes {_shown([start, stop])}"
+                f"{name} of shape {_shown(list(shape))} and {dtype} does not fit bytes {_shown([start, stop])}"
             )
         return TensorEntry(dtype, shape, data_start + start, data_start + stop)
 
@@ -119,34 +122,34 @@ class SafetensorsFile:
 
 
 def header_of(tensors: Mapping[str, tuple[torch.dtype, Sizes]], metadata: Mapping[str, str]) -> bytes:
-    """Builds prefix and header of a file with these tensors, name -> dtype and shape, in writing order."""
+    """Builds a file's prefix and header from name -> dtype and shape of its tensors, in the order of writing."""
     content: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     position = 0
     for name, (dtype, shape) in tensors.items():
         end = position + math.prod(shape) * dtype.itemsize
         content[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
-    # in the library's form, so that an import that is exported again gives the same file, byte for byte
+    # formats JSON like the library, so that exporting an import gives the same file, byte for byte
     header = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    # the tensors then begin at a multiple of 8 bytes, as in files of the library
+    # aligns the tensors to 8 bytes, like the library
     header += b" " * (-len(header) % PREFIX_BYTES)
     return len(header).to_bytes(PREFIX_BYTES, "little") + header
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a contiguous tensor, without copying."""
+    """Returns the bytes of a contiguous tensor, without a copy."""
     flat = tensor.detach().view(-1)
     # uint8, because numpy has no bfloat16
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Says whether two tensors agree in dtype, shape and every bit."""
+    """Returns whether two tensors agree in dtype, shape and every bit."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    # bytes, as nan is not equal to itself and 0.0 is equal to -0.0
+    # bytes, because nan differs from itself and 0.0 equals -0.0
     mine, theirs = (np.frombuffer(raw_bytes(tensor.contiguous()), np.uint8) for tensor in (one, other))
-    words = mine.size // 8 * 8  # compared as 64-bit words: four times as fast
+    words = mine.size // 8 * 8  # 64-bit words compare four times as fast
     has_same_words = np.array_equal(mine[:words].view(np.int64), theirs[:words].view(np.int64))
     return has_same_words and np.array_equal(mine[words:], theirs[words:])
 
@@ -157,6 +160,6 @@ def shown_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
-def _shown(said: Any) -> str:
+def _shown(value: Any) -> str:
     """Returns the beginning of a value's text, however large or deep the value is."""
-    return reprlib.repr(said)[:_LONGEST_SHOWN]
+    return reprlib.repr(value)[:_LONGEST_SHOWN]

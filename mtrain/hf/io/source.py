@@ -1,4 +1,4 @@
-"""A Hugging Face folder as the global tensors of a model."""
+"""Reads a Hugging Face folder as the global tensors of a model."""
 
 import re
 from collections.abc import Callable, Collection
@@ -28,36 +28,36 @@ _FAULTS_SHOWN = 8
 
 
 class AddedRows(NamedTuple):
-    """Rows of a table for tokens that a run adds: each begins as the mean of the rows before them.
+    """Rows of a vocabulary table for the tokens that a run adds, each initialized to the mean of the rows before them.
 
-    transformers' `resize_token_embeddings` draws around this mean (with 1e-9 of the rows' covariance). Without the draw
-    the same run starts with the same bits. Every rank computes it from the whole table on disk.
+    transformers' `resize_token_embeddings` adds noise to this mean (1e-9 of the rows' covariance). Without noise, equal
+    runs start with equal bits. Every rank computes the mean from the whole table on disk.
     """
 
     first: int
     end: int
-    """Row after the last added one; rows from here on are read again, although no token has them."""
+    """Row after the last added one; later rows, which no token uses, come from disk again."""
     num_rows: int
 
-    def are_in(self, wanted: TensorSlice) -> bool:
-        """Says whether a slice of a table contains any added row."""
-        return wanted.offset[0] < self.end and wanted.offset[0] + wanted.shape[0] > self.first
+    def are_in(self, region: TensorSlice) -> bool:
+        """Returns whether a slice of a table contains an added row."""
+        return region.offset[0] < self.end and region.offset[0] + region.shape[0] > self.first
 
-    def filled(self, wanted: TensorSlice, mean: Tensor, read: Callable[[TensorSlice], Tensor]) -> Tensor:
-        """Builds a slice of a table from the [hidden] row of every added token, and rows that `read` returns."""
-        start, columns = wanted.offset[0], slice(wanted.offset[1], wanted.offset[1] + wanted.shape[1])
-        result = mean[columns].expand(wanted.shape).clone()
-        for low, high in ((start, self.first), (max(start, self.end), start + wanted.shape[0])):
+    def filled(self, region: TensorSlice, mean: Tensor, read: Callable[[TensorSlice], Tensor]) -> Tensor:
+        """Builds a slice of a table from `mean`, the [hidden] row of every added token, and rows from `read`."""
+        start, columns = region.offset[0], slice(region.offset[1], region.offset[1] + region.shape[1])
+        result = mean[columns].expand(region.shape).clone()
+        for low, high in ((start, self.first), (max(start, self.end), start + region.shape[0])):
             if low < high:
-                own = TensorSlice((low, wanted.offset[1]), (high - low, wanted.shape[1]))
-                own.within(wanted).of(result).copy_(read(own))
+                rows = TensorSlice((low, region.offset[1]), (high - low, region.shape[1]))
+                rows.within(region).of(result).copy_(read(rows))
         return result
 
 
 def _mean_row(num_rows: int, width: int, read: Callable[[TensorSlice], Tensor]) -> Tensor:
-    """Computes the mean [hidden] of a table's first rows in float64, rounded to its dtype.
+    """Computes the mean [hidden] of a table's first rows in float64, rounded to the table's dtype.
 
-    numpy adds rows one by one with any number of threads, so every layout gets the same bits.
+    numpy adds rows one by one, whatever the number of threads, so every layout gets the same bits.
     """
     total = np.zeros(width)
     for start in range(0, num_rows, _ROWS_AT_ONCE):
@@ -68,7 +68,7 @@ def _mean_row(num_rows: int, width: int, read: Callable[[TensorSlice], Tensor]) 
 
 
 class HfSource(NamedTuple):
-    """An opened folder with its family, model and table."""
+    """An opened folder, with its family, model and table of tensors."""
 
     folder: HfFolder
     weights: Weights
@@ -79,13 +79,13 @@ class HfSource(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of the embeddings."""
-        filled = next(each for each in self.table.slices if each.key == EMBEDDINGS)
+        """The dtype of the embeddings."""
+        filled = next(item for item in self.table.slices if item.key == EMBEDDINGS)
         return self.weights.facts(filled.tensors[0].name)[0]
 
 
 def open_source(path: Path, needs_output: bool = True, depths: int = 0) -> HfSource:
-    """Opens and checks a folder completely; reads no tensor.
+    """Opens a folder and checks all of it; reads no tensor.
 
     Args:
         path: Folder with config.json and safetensors.
@@ -98,15 +98,15 @@ def open_source(path: Path, needs_output: bool = True, depths: int = 0) -> HfSou
     family = family.as_stored(weights.names())
     if family.carried and weights is not folder:
         raise DataError(
-            f"{path} is a {family.model_type} model in few bits; only plain weights of models with images are read: "
-            "use it in bfloat16"
+            f"{path} is a quantised {family.model_type} model, but models with images are supported only with plain "
+            "weights; use it in bfloat16"
         )
-    if model.num_layers > len(weights.names()):  # the table of a mistyped number would fill the memory
+    if model.num_layers > len(weights.names()):  # a table for a mistyped number would fill the memory
         raise DataError(
-            f"{path} does not fit its {CONFIG_NAME}, which says {model.num_layers} layers: it holds only "
-            f"{len(weights.names())} tensors"
+            f"{path} does not fit its {CONFIG_NAME}: {model.num_layers} layers need more than its "
+            f"{len(weights.names())} tensors; download it again"
         )
-    # config.json says which tensors have to be there; nothing is inferred from the tensors
+    # config.json alone determines which tensors must exist
     table = family.table(model)
     output = {tensor.name for tensor, filled in table.tensors() if filled.key == _OUTPUT}
     if not needs_output and not output & weights.names():
@@ -116,31 +116,31 @@ def open_source(path: Path, needs_output: bool = True, depths: int = 0) -> HfSou
 
 
 def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collection[str]) -> None:
-    """Compares the tensors of a folder with a table; names that match `may_be_left` carry no information."""
-    wanted = {tensor.name: tensor.shape for tensor, _ in table.tensors()}
+    """Compares the tensors of a folder with a table; names that match `may_be_left` may stay unread."""
+    shapes = {tensor.name: tensor.shape for tensor, _ in table.tensors()}
     names = weights.names()
-    # only copies that exist: some folders hold a tied tensor twice, others once
+    # only copies that exist, since some folders have a tied tensor twice and others once
     copies = {name: original for name, original in table.copies.items() if name in names}
-    missing = sorted(wanted.keys() - names)
-    left = sorted(names - wanted.keys() - copies.keys())
-    unexpected = [name for name in left if not any(re.fullmatch(pattern, name) for pattern in may_be_left)]
-    # all faults in one message: a wrong config.json shows as many tensors of another shape
+    missing = sorted(shapes.keys() - names)
+    extra = sorted(names - shapes.keys() - copies.keys())
+    unexpected = [name for name in extra if not any(re.fullmatch(pattern, name) for pattern in may_be_left)]
+    # all faults in one message, because a wrong config.json gives many tensors another shape
     faults = [f"lacks {shown_names(missing)}"] if missing else []
-    faults += [f"holds unexpected {shown_names(unexpected)}"] if unexpected else []
+    faults += [f"has unexpected {shown_names(unexpected)}"] if unexpected else []
     faults += [
-        f"{name} has shape {list(found)} instead of {list(wanted[name])}"
-        for name in sorted(wanted.keys() & names)
-        if (found := weights.facts(name)[1]) != wanted[name]
+        f"{name} has shape {list(shape)} instead of {list(shapes[name])}"
+        for name in sorted(shapes.keys() & names)
+        if (shape := weights.facts(name)[1]) != shapes[name]
     ][:_FAULTS_SHOWN]
     faults += [
         f"{name} is {dtype}, but weights have to be plain floating-point numbers"
-        for name in sorted(wanted.keys() & names)
+        for name in sorted(shapes.keys() & names)
         if (dtype := weights.facts(name)[0]) not in PLAIN_NUMBERS
     ][:_FAULTS_SHOWN]
     faults += [
-        f"{name} differs from {original}, of which it must be a copy"
+        f"{name} differs from {original}, but must be a copy of it"
         for name, original in copies.items()
-        # bits, not nearly equal: training would go on from one of the two, and an export writes one
+        # equal in bits, because training continues from only one of the two, and an export writes only one
         if original in names and not same_bits(weights.tensor(name), weights.tensor(original))
     ]
     if faults:
@@ -148,15 +148,15 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
 
 
 def source_for(path: Path, model: ModelSection) -> HfSource:
-    """Opens and checks the folder that a run starts from; reads no tensor."""
+    """Opens the folder that a run starts from, and compares it with the run's model; reads no tensor."""
     # a head replaces the output layer
     source = open_source(path, needs_output=not model.output.is_new, depths=model.mtp_depths)
-    # before any tensor is looked at: shapes alone do not show another rope base or norm epsilon
+    # compares descriptions, because shapes do not reveal another rope base or norm epsilon
     added = added_by(model)
     described = with_tokens(source.model, path, added)
     if differing := disagreements(described, model):
         shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
-        raise DataError(f"{path} holds another model ({shown}); name another model.hf")
+        raise DataError(f"{path} has another model ({shown}); name another model.hf")
     if not any(added):
         return source
     first = load_tokenizer(path).vocab_size
@@ -173,23 +173,23 @@ class GlobalTensorInfo(NamedTuple):
 
 
 class FolderTensors:
-    """Slices of global tensors, made from views of the mapped files; keeps a single reordered tensor."""
+    """Slices of global tensors, from views of mapped files; caches one reordered tensor."""
 
     def __init__(self, source: HfSource) -> None:
         self.folder = source.folder.path
-        self.others: set[str] = set()
-        """Entries that are not tensors; always empty for a folder."""
+        self.non_tensors: set[str] = set()
+        """Entries that are not tensors; always empty."""
         self._weights = source.weights
         self._slices: dict[str, list[FilledSlice]] = {}
         dtypes: dict[str, torch.dtype] = {}
         for tensor, filled in source.table.tensors():
-            held = source.weights.facts(tensor.name)[0]
-            # a fused tensor has one dtype, and the parts may have several; promotion loses no number
-            dtypes[filled.key] = torch.promote_types(dtypes.get(filled.key, held), held)
+            dtype = source.weights.facts(tensor.name)[0]
+            # a fused tensor has one dtype, even if its parts have several; promotion loses no number
+            dtypes[filled.key] = torch.promote_types(dtypes.get(filled.key, dtype), dtype)
         for filled in source.table.slices:
             self._slices.setdefault(filled.key, []).append(filled)
         self.tensors = {key: GlobalTensorInfo(dtypes[key], shape) for key, shape in source.table.shapes.items()}
-        """Key -> dtype and shape; tensors of several dtypes become the dtype that holds all their numbers."""
+        """Key -> dtype and shape; a tensor from several dtypes gets one that represents all of its numbers."""
         self._reordered: tuple[FilledSlice, Tensor] | None = None
         self._added, self._means = source.added, dict[str, Tensor]()
         if self._added is not None:
@@ -197,58 +197,57 @@ class FolderTensors:
                 facts = self.tensors[key]
                 self.tensors[key] = facts._replace(shape=(self._added.num_rows, *facts.shape[1:]))
 
-    def read(self, key: str, wanted: TensorSlice) -> Tensor:
-        """Reads a slice of a global tensor, of the wanted shape; it must not be written to.
+    def read(self, key: str, region: TensorSlice) -> Tensor:
+        """Reads a region of a global tensor; do not write to the result.
 
-        A tensor with another order on disk is reordered as a whole and kept until another is requested, so read slices
-        in the order of their positions.
+        A tensor that has another order on disk is reordered whole, and cached until the next one, so read regions in
+        the order of their positions.
         """
-        if self._added is not None and key in PADDED_TABLES and self._added.are_in(wanted):
-            return self._added.filled(wanted, self._mean(key), lambda own: self._read(key, own))
-        return self._read(key, wanted)
+        if self._added is not None and key in PADDED_TABLES and self._added.are_in(region):
+            return self._added.filled(region, self._mean(key), lambda rows: self._read(key, rows))
+        return self._read(key, region)
 
     def _mean(self, key: str) -> Tensor:
         """Computes, once per rank, the mean of a table's rows before the added ones."""
-        assert self._added is not None, "asked for where rows are added"
+        assert self._added is not None, "called only if rows are added"
         if key not in self._means:
             width = self.tensors[key].shape[1]
-            self._means[key] = _mean_row(self._added.first, width, lambda own: self._read(key, own))
+            self._means[key] = _mean_row(self._added.first, width, lambda rows: self._read(key, rows))
         return self._means[key]
 
-    def _read(self, key: str, wanted: TensorSlice) -> Tensor:
+    def _read(self, key: str, region: TensorSlice) -> Tensor:
         result: Tensor | None = None
         num_elements = 0
-        # a rank asks for its shard: only the tensors on disk that lie in it are touched, the others stay unread
+        # a rank reads only the tensors on disk that overlap its shard
         for filled in self._slices[key]:
-            shared = wanted.intersect(filled.at)
+            shared = region.intersect(filled.at)
             if shared is None:
                 continue
-            found = self._read_from(filled, shared).to(self.tensors[key].dtype)
-            if shared == wanted:
-                return found
+            values = self._read_from(filled, shared).to(self.tensors[key].dtype)
+            if shared == region:
+                return values
             if result is None:
-                # memory only here, where several tensors on disk make up the slice
-                result = found.new_empty(wanted.shape)
-            shared.within(wanted).of(result).copy_(found)
-            num_elements += found.numel()
-        # slices of a table never overlap, so the count alone shows a gap
-        if result is None or num_elements != wanted.num_elements:
+                # only a region that spans several tensors on disk needs memory
+                result = values.new_empty(region.shape)
+            shared.within(region).of(result).copy_(values)
+            num_elements += values.numel()
+        # slices of a table never overlap, so the count alone reveals a gap
+        if result is None or num_elements != region.num_elements:
             raise DataError(f"{self.folder}: parts of {key} are missing")
         return result
 
-    def expect(self, key: str, wanted: TensorSlice) -> None:
-        """Lets the system read the tensors of a slice ahead, each as a whole: a machine's ranks share the page
-        cache."""
+    def expect(self, key: str, region: TensorSlice) -> None:
+        """Asks the system to read ahead the whole tensors of a region; a machine's ranks share the page cache."""
         for filled in self._slices[key]:
-            if wanted.intersect(filled.at) is not None:
+            if region.intersect(filled.at) is not None:
                 for tensor in filled.tensors:
                     self._weights.expect(tensor.name)
 
-    def _read_from(self, filled: FilledSlice, wanted: TensorSlice) -> Tensor:
-        # in order: a view of the mapped file is enough
+    def _read_from(self, filled: FilledSlice, region: TensorSlice) -> Tensor:
+        # tensors in disk order are views of the mapped file
         if not any(tensor.arrangement.is_reordered for tensor in filled.tensors):
-            return read_slice(filled, wanted, self._weights.tensor)
+            return read_slice(filled, region, self._weights.tensor)
         if self._reordered is None or self._reordered[0] is not filled:
             self._reordered = None  # two at once would take too much memory
             self._reordered = filled, read_slice(filled, filled.at, self._weights.tensor)
-        return wanted.within(filled.at).of(self._reordered[1])
+        return region.within(filled.at).of(self._reordered[1])

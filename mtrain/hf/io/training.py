@@ -1,7 +1,7 @@
-"""Logits and training steps by transformers and torch, in one process, without Megatron-Core.
+"""Computes logits and training steps with transformers and torch, in one process, without Megatron-Core.
 
-The model computes in float32, the loss and its gradient by the logits in float64: float32 rounds sums over a large
-vocabulary, and the losses of likely tokens, by more than the comparison allows.
+The model computes in float32, but the loss and its gradient with respect to the logits in float64: float32 rounds sums
+over a large vocabulary, and the losses of likely tokens, by more than the comparison allows.
 """
 
 import math
@@ -27,27 +27,27 @@ def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def open_model(folder: Path) -> Any:
-    """Opens a folder's model in transformers: float32, CPU, no dropout; no code of the folder runs.
+    """Opens a folder's model in transformers, in float32 on the CPU, without dropout; runs no code of the folder.
 
     Raises:
         MachineError: transformers is not installed.
     """
     try:
-        # here, because it takes seconds and most commands do not need it
+        # imported here, because it takes seconds and most commands do not need it
         import transformers
     except ModuleNotFoundError:
         raise MachineError(
-            "this needs transformers, which is not installed; pip install 'transformers>=5,<6'"
+            "this needs transformers, which is not installed; run pip install 'transformers>=5,<6'"
         ) from None
     transformers.utils.logging.disable_progress_bar()
-    known = getattr(transformers, family_of(read_json(folder / CONFIG_NAME)).architecture)
-    # by transformers, which writes infinity in its own form
-    said, _ = known.config_class.get_config_dict(folder, local_files_only=True)
-    # under the class's own name: transformers knows Kimi-K2 only by code of the folder
-    config = known.config_class.from_dict({**said, "model_type": known.config_class.model_type})
-    # eager: fused attention rounds otherwise and differs by version, and grouped experts need rows of whole 16 bytes;
-    # local files only: missing ones would be fetched
-    return known.from_pretrained(
+    model_class = getattr(transformers, family_of(read_json(folder / CONFIG_NAME)).architecture)
+    # transformers reads the file, because it writes infinity in its own form
+    content, _ = model_class.config_class.get_config_dict(folder, local_files_only=True)
+    # under the class's own name, because transformers knows the name of Kimi-K2 only from code in the folder
+    config = model_class.config_class.from_dict({**content, "model_type": model_class.config_class.model_type})
+    # eager, because fused attention rounds differently in each version, and grouped experts need rows of whole 16
+    # bytes; local files only, or transformers would download missing ones
+    return model_class.from_pretrained(
         folder,
         config=config,
         dtype=torch.float32,
@@ -59,24 +59,24 @@ def open_model(folder: Path) -> Any:
 
 
 _MOST_WIDE = 2**24
-"""Most float64 logits at once: 128 MiB, and as much for each step of the arithmetic."""
+"""Limit on float64 logits at a time: 128 MiB, and as much again for each temporary."""
 
 
 class TrainingRows(NamedTuple):
-    """Rows that pass the model together."""
+    """Rows of one forward pass."""
 
     tokens: Tensor
-    """[batch, seq] int64 token ids; each row is one document with causal attention."""
+    """[batch, seq] int64 token ids; each row is one document."""
     labels: Tensor
-    """[batch, seq] int64, shifted: the token to predict at each position."""
+    """[batch, seq] int64, the next token at each position."""
     weights: Tensor
-    """[batch, seq]: factor of each token's loss; 0 leaves it out."""
+    """[batch, seq], factor of each token's loss; 0 ignores the token."""
 
 
 class StepInput(NamedTuple):
     rows: Sequence[TrainingRows]
     denominator: float
-    """Divisor of the weighted sum of token losses; 0: nothing to learn."""
+    """Divisor of the weighted sum of token losses; 0 means nothing to learn."""
     lr: float
 
 
@@ -84,25 +84,25 @@ class StepFound(NamedTuple):
     numerator: float
     """Weighted sum of token losses, in nats."""
     grad_norm: float
-    """Global L2 norm before clipping; 0 if there was nothing to learn."""
+    """Global L2 norm before clipping; 0 with nothing to learn."""
 
 
 class TrainableModel(NamedTuple):
     model: Any
     padding_row: int | None
-    """Row of `pad_token_id` in the embedding, whose gradient transformers would omit; None if there is none."""
+    """Embedding row of `pad_token_id`, whose gradient transformers would omit; None without one."""
 
 
 def open_trainable(folder: Path, added: AddedTokens = NO_TOKENS, dtypes: Sequence[torch.dtype] = ()) -> TrainableModel:
-    """Opens the model of a folder so that all of its rows are trained.
+    """Opens the model of a folder so that all of its embedding rows are trained.
 
-    A token that pads elsewhere (SmolLM2's <|im_end|>) may be text here, because nothing is padded; its row then has a
-    gradient, as in an output layer that shares the table.
+    The padding token (SmolLM2's <|im_end|>) may be text here, because nothing is padded; its row gets a gradient, as in
+    an output layer that shares the table.
 
     Args:
         folder: Folder with config.json and safetensors.
-        added: Tokens that get their own rows, by transformers' tokenizer and `resize_token_embeddings`.
-        dtypes: Stored dtypes of the embedding and of an untied output layer; needed if tokens are added.
+        added: Tokens to add, with transformers' tokenizer and `resize_token_embeddings`.
+        dtypes: Dtypes on disk of the embedding and of an untied output layer; needed to add tokens.
     """
     model = open_model(folder)
     if any(added):
@@ -114,8 +114,10 @@ def open_trainable(folder: Path, added: AddedTokens = NO_TOKENS, dtypes: Sequenc
 
 @torch.no_grad()
 def _add_rows(model: Any, folder: Path, added: AddedTokens, dtypes: Sequence[torch.dtype]) -> None:
-    """Gives added tokens the mean of the rows before them, around which transformers draws them; unused rows come
-    first."""
+    """Initializes the rows of added tokens to the mean of the rows before them, without transformers' noise.
+
+    Added tokens use the table's unused rows first. Tokens of the tokenizer that lack a row get one in the same way.
+    """
     import transformers  # as in open_model
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -131,10 +133,10 @@ def _add_rows(model: Any, folder: Path, added: AddedTokens, dtypes: Sequence[tor
 
 
 def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepInput]) -> Iterator[StepFound]:
-    """Runs AdamW steps and yields their results; adds the gradients of a step row by row.
+    """Runs AdamW steps and yields their results; accumulates gradients over the rows of a step.
 
     Args:
-        model: Model of transformers, trained in place.
+        model: Model of transformers, which is trained in place.
         section: Constants of AdamW and clipping.
     """
     parameters = dict(model.named_parameters())
@@ -143,13 +145,13 @@ def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepIn
     )
     for step in steps:
         optimizer.zero_grad()
-        # gradients of all rows add up in .grad before the one optimizer step; fsum adds the losses exactly
+        # .grad accumulates over all rows; fsum adds the losses exactly
         numerator = math.fsum(_backward(model, rows, step.denominator) for rows in step.rows)
         gradients = [value.grad for value in parameters.values() if value.grad is not None]
-        # in float64, because float32 sums of millions of squares are too inexact to compare
+        # in float64, because a float32 sum of millions of squares is too inexact
         norms = [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients]
-        norm = math.sqrt(math.fsum(each**2 for each in norms))
-        # an empty batch moves neither weights nor moments, and AdamW's own counter stays
+        norm = math.sqrt(math.fsum(part**2 for part in norms))
+        # an empty batch changes neither weights nor moments nor AdamW's counter
         if step.denominator != 0:
             if section.clip_grad > 0:
                 # clip_grad_norm_ would compute its own norm in float32
@@ -161,8 +163,8 @@ def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepIn
 
 
 def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[str, Any]]:
-    """Yields two parameter groups: matrices decay; norms and biases as the section says."""
-    # transformers 5 stacks experts, so their biases are matrices: they are recognised by name
+    """Yields two parameter groups: matrices, which decay, and norms and biases, which decay if the section says so."""
+    # transformers 5 stacks experts, so that their biases are matrices, which only the name reveals
     small = {name for name, value in parameters.items() if value.dim() < 2 or name.endswith("bias")}
     decay = section.weight_decay
     yield {"params": [value for name, value in parameters.items() if name not in small], "weight_decay": decay}
@@ -171,9 +173,9 @@ def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[
 
 
 def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:
-    # [batch, seq, vocab_size]; no cache, which would only take memory
+    # [batch, seq, vocab_size]; a key/value cache would waste memory
     logits = model(rows.tokens, use_cache=False).logits
-    # divided before backward, unlike in training, so the comparison proves that order as well
+    # divides before backward, unlike training, so the comparison also proves that the order does not matter
     numerator, gradient = _loss(logits.detach().flatten(0, 1), rows, denominator)
     if denominator != 0:
         logits.backward(gradient.view_as(logits))
@@ -181,18 +183,18 @@ def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:
 
 
 def _loss(logits: Tensor, rows: TrainingRows, denominator: float) -> tuple[float, Tensor]:
-    """Computes the weighted sum of losses, and the gradient of its quotient by the logits [tokens, vocab_size]."""
+    """Computes the weighted sum of losses, and the gradient [tokens, vocab_size] of the divided sum by the logits."""
     labels, weights = rows.labels.flatten(), rows.weights.flatten().double()
     gradient, losses = torch.zeros_like(logits), []
-    # a few tokens at a time: float64 of all logits would be the largest tensors of the check
+    # a few tokens at a time, because all logits in float64 would be the largest tensors of the check
     size = max(1, _MOST_WIDE // logits.shape[1])
     for start in range(0, len(logits), size):
-        own = slice(start, start + size)
-        log_probs = logits[own].double().log_softmax(-1)
-        likely, weight = log_probs.gather(1, labels[own, None]), weights[own, None]
-        # where, not a product: the loss of a masked token may be inf
+        chunk = slice(start, start + size)
+        log_probs = logits[chunk].double().log_softmax(-1)
+        likely, weight = log_probs.gather(1, labels[chunk, None]), weights[chunk, None]
+        # where instead of a product, because a masked token's loss may be inf
         losses.append(float(torch.where(weight > 0, -likely * weight, 0.0).sum()))
         if denominator != 0:
-            change = log_probs.exp_().scatter_add_(1, labels[own, None], torch.full_like(likely, -1.0))
-            gradient[own] = torch.where(weight > 0, change * (weight / denominator), 0.0).to(logits.dtype)
+            change = log_probs.exp_().scatter_add_(1, labels[chunk, None], torch.full_like(likely, -1.0))
+            gradient[chunk] = torch.where(weight > 0, change * (weight / denominator), 0.0).to(logits.dtype)
     return math.fsum(losses), gradient

@@ -1,9 +1,9 @@
 """Weights as changes since the last sync, and a receiver's copy of them.
 
-A sync consists of parts with the changes of some tensors; the last part has the fingerprint of all weights. A part is
-bytes: the SHA-256 of a description, its length, the description in JSON with a fingerprint per tensor, then positions
-and values of changed elements. Needs only torch and numpy, so that a receiver loads neither Megatron-Core nor a
-configuration.
+A sync consists of parts, each with the changes of some tensors; the last part also has the fingerprint of all weights.
+A part is bytes: the SHA-256 of a description, the description's length, the description in JSON with a fingerprint per
+tensor, then positions and values of the changed elements. Needs only torch and numpy, so that a receiver loads neither
+Megatron-Core nor a configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VERSION = 1
 _DIGEST_BYTES, _BEFORE_TEXT = 32, 40
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDTHS = ("uint8", "uint16", "uint32", "uint64")
-_NO_PLACES = torch.empty(0, dtype=torch.uint8)
+_NO_POSITIONS = torch.empty(0, dtype=torch.uint8)
 _ASK = "ask the trainer for all weights (full=True)"
 
 
@@ -33,9 +33,9 @@ class Change(NamedTuple):
     name: str
     kind: TensorKind
     form: str
-    """Content of `places`: "mask", a bit per element; an integer type such as "uint16", the gaps between changed
-    elements; or "whole", nothing, because all elements are sent."""
-    places: Tensor
+    """Encoding of `positions`: "mask" is a bit per element, an integer type such as "uint16" the gaps between changed
+    elements, and "whole" nothing, because `values` has all elements."""
+    positions: Tensor
     """[bytes] uint8."""
     values: Tensor
     """[changed] in the tensor's dtype."""
@@ -44,42 +44,42 @@ class Change(NamedTuple):
 
     @classmethod
     def between(cls, name: str, old: Tensor | None, new: Tensor) -> Change | None:
-        """Returns the bitwise changes of a tensor in their shortest form; None if there are none.
+        """Returns the bitwise changes of a tensor in their shortest form; None without changes.
 
         Args:
-            old: Earlier tensor on the CPU, None if the receiver has none; becomes equal to `new`.
+            old: Earlier tensor on the CPU, which is overwritten with `new`; None if the receiver has none.
             new: Current tensor, on any device.
         """
         kind, flat = TensorKind(new.dtype, tuple(new.shape)), new.flatten()
         if old is None:
             values = flat.cpu()
-            return cls(name, kind, "whole", _NO_PLACES, values, fingerprint_of(values))
+            return cls(name, kind, "whole", _NO_POSITIONS, values, fingerprint_of(values))
         bits = _BITS[new.element_size()]  # bits, not numbers: -0 is not 0, and nan is itself
         changed = flat.view(bits) != old.to(new.device).flatten().view(bits)
         if not changed.any():
             return None
         old.copy_(new)
-        form, places = _packed(changed.cpu().numpy())
-        values = flat.view(bits)[changed].view(new.dtype).cpu()  # torch indexes not every dtype, but bits
-        if places.nbytes + values.nbytes >= new.nbytes:
-            form, places, values = "whole", _NO_PLACES, old.flatten()
-        return cls(name, kind, form, places, values, fingerprint_of(old))
+        form, positions = _packed(changed.cpu().numpy())
+        values = flat.view(bits)[changed].view(new.dtype).cpu()  # as bits, because torch cannot index every dtype
+        if positions.nbytes + values.nbytes >= new.nbytes:
+            form, positions, values = "whole", _NO_POSITIONS, old.flatten()
+        return cls(name, kind, form, positions, values, fingerprint_of(old))
 
     def applied(self, old: Tensor | None) -> Tensor | None:
-        """Returns a new tensor with the change; None if the change does not fit."""
+        """Returns a new tensor with the change applied; None if the change does not fit."""
         if self.form == "whole":
             return self.values.view(self.kind.shape).clone()
         if old is None or TensorKind(old.dtype, tuple(old.shape)) != self.kind:
             return None
-        packed = self.places.numpy()
+        packed = self.positions.numpy()
         if self.form == "mask":
-            places = np.flatnonzero(np.unpackbits(packed, count=old.numel()))
+            positions = np.flatnonzero(np.unpackbits(packed, count=old.numel()))
         else:
-            places = packed.view(self.form).cumsum(dtype=np.int64)
-        if len(places) != len(self.values) or not 0 <= places[-1] < old.numel():
+            positions = packed.view(self.form).cumsum(dtype=np.int64)
+        if len(positions) != len(self.values) or not 0 <= positions[-1] < old.numel():
             return None
         new, bits = old.clone(), _BITS[old.element_size()]
-        new.view(-1).view(bits)[torch.from_numpy(places)] = self.values.view(bits)
+        new.view(-1).view(bits)[torch.from_numpy(positions)] = self.values.view(bits)
         return new
 
 
@@ -88,22 +88,22 @@ class Part(NamedTuple):
     """Random name of the sender's session."""
     sync: int
     is_full: bool
-    """Whether the sync has all elements of all tensors and needs no earlier state."""
+    """Whether the sync has all elements of all tensors, and needs no earlier state."""
     changes: Sequence[Change] = ()
     weights: str | None = None
-    """Fingerprint of all weights after the sync, only in its last part."""
+    """Fingerprint of all weights after the sync; None except in the last part."""
 
     def encoded(self) -> Tensor:
         """Returns the part as [bytes] uint8 on the CPU."""
-        tensors = [tensor for change in self.changes for tensor in (change.places, change.values)]
-        kinds = [TensorKind(each.dtype, tuple(each.shape)) for each in tensors]
+        tensors = [tensor for change in self.changes for tensor in (change.positions, change.values)]
+        kinds = [TensorKind(item.dtype, tuple(item.shape)) for item in tensors]
         changes = [
             {
                 "name": change.name,
                 "dtype": str(change.kind.dtype).removeprefix("torch."),
                 "shape": change.kind.shape,
                 "form": change.form,
-                "sizes": (change.places.numel(), change.values.numel()),
+                "sizes": (change.positions.numel(), change.values.numel()),
                 "fingerprint": change.fingerprint,
             }
             for change in self.changes
@@ -111,19 +111,19 @@ class Part(NamedTuple):
         text = json.dumps({"version": _VERSION, **self._asdict(), "changes": changes}).encode()
         text += b" " * (-(_BEFORE_TEXT + len(text)) % ALIGNMENT)
         begin = _BEFORE_TEXT + len(text)
-        found = torch.zeros(begin + buffer_bytes(kinds), dtype=torch.uint8)
-        found[_DIGEST_BYTES:begin] = _bytes(len(text).to_bytes(8, "little") + text)
-        for source, place in zip(tensors, views(found[begin:], kinds), strict=True):
-            place.copy_(source)
-        found[:_DIGEST_BYTES] = _bytes(hashlib.sha256(text).digest())
-        return found
+        buffer = torch.zeros(begin + buffer_bytes(kinds), dtype=torch.uint8)
+        buffer[_DIGEST_BYTES:begin] = _bytes(len(text).to_bytes(8, "little") + text)
+        for source, view in zip(tensors, views(buffer[begin:], kinds), strict=True):
+            view.copy_(source)
+        buffer[:_DIGEST_BYTES] = _bytes(hashlib.sha256(text).digest())
+        return buffer
 
     @classmethod
     def decoded(cls, content: Tensor) -> Part:
         """Reads a part; its tensors are views of the bytes.
 
         Raises:
-            DataError: The bytes are damaged, or the sender has another version.
+            DataError: The bytes are damaged, or the sender uses another version of the protocol.
         """
         content = content.cpu()
         begin = _BEFORE_TEXT + int.from_bytes(content[_DIGEST_BYTES:_BEFORE_TEXT].numpy().tobytes(), "little")
@@ -132,35 +132,38 @@ class Part(NamedTuple):
             raise DataError(_damaged("its description", content))
         head = json.loads(text)
         if head["version"] != _VERSION:
-            raise DataError(f"the sender describes changes in version {head['version']}, but {_VERSION} is needed")
-        dtypes = [getattr(torch, each["dtype"]) for each in head["changes"]]
+            raise DataError(
+                f"the sender describes changes in version {head['version']}, but version {_VERSION} is needed; install "
+                "the same version of mtrain on both sides"
+            )
+        dtypes = [getattr(torch, entry["dtype"]) for entry in head["changes"]]
         kinds = [
             TensorKind(kind, (size,))
-            for dtype, each in zip(dtypes, head["changes"], strict=True)
-            for kind, size in zip((torch.uint8, dtype), each["sizes"], strict=True)
+            for dtype, entry in zip(dtypes, head["changes"], strict=True)
+            for kind, size in zip((torch.uint8, dtype), entry["sizes"], strict=True)
         ]
         if content.numel() - begin != buffer_bytes(kinds):
             raise DataError(_damaged(f"its length, which must be {begin + buffer_bytes(kinds)} bytes,", content))
-        found = iter(views(content[begin:], kinds))
+        tensors = iter(views(content[begin:], kinds))
         changes = [
             Change(
-                each["name"],
-                TensorKind(dtype, tuple(each["shape"])),
-                each["form"],
-                next(found),
-                next(found),
-                each["fingerprint"],
+                entry["name"],
+                TensorKind(dtype, tuple(entry["shape"])),
+                entry["form"],
+                next(tensors),
+                next(tensors),
+                entry["fingerprint"],
             )
-            for dtype, each in zip(dtypes, head["changes"], strict=True)
+            for dtype, entry in zip(dtypes, head["changes"], strict=True)
         ]
         return cls(head["session"], head["sync"], head["is_full"], changes, head["weights"])
 
 
 class WeightCopy:
-    """Copy of a trainer's weights that follows it by the parts of `Engine.weight_deltas`.
+    """Copy of a trainer's weights that the parts of `Engine.weight_deltas` keep up to date.
 
-    Lives in the process of an inference engine. The SHA-256 of every changed tensor, and after each sync of all tensors
-    together, is compared with the trainer's.
+    Lives in the process of an inference engine. Compares the SHA-256 of every changed tensor, and after each sync that
+    of all tensors, with the trainer's.
     """
 
     def __init__(self) -> None:
@@ -174,40 +177,40 @@ class WeightCopy:
         self._fingerprints: dict[str, str] = {}
 
     def apply(self, part: Tensor) -> list[tuple[str, Tensor]]:
-        """Applies a part and returns the changed tensors, whole and newly allocated.
+        """Applies a part, and returns the changed tensors, whole and newly allocated.
 
         Args:
-            part: [bytes] uint8, from `WeightDeltas.parts`; only the last part of a sync has a fixed place.
+            part: [bytes] uint8 from `WeightDeltas.parts`, in any order except that a sync's last part comes last.
 
         Raises:
-            DataError: The part is damaged, not of the next sync, or an earlier part was lost; all changed tensors have
-                the trainer's fingerprint.
+            DataError: The part is damaged or belongs to another sync than the next, or an earlier part was lost. Every
+                tensor that has changed still matches a fingerprint of the trainer.
         """
-        found = Part.decoded(part)
-        self._begin(found)
-        for each in found.changes:
-            new = each.applied(self.tensors.get(each.name))
-            if new is None or fingerprint_of(new) != each.fingerprint:
+        decoded = Part.decoded(part)
+        self._begin(decoded)
+        for update in decoded.changes:
+            new = update.applied(self.tensors.get(update.name))
+            if new is None or fingerprint_of(new) != update.fingerprint:
                 raise DataError(
-                    f"{each.name} does not get the trainer's fingerprint by weight sync {found.sync}, so the part or "
-                    f"this copy is damaged; send the part again, or {_ASK}"
+                    f"{update.name} does not have the trainer's fingerprint after weight sync {decoded.sync}, so the "
+                    f"part or this copy is damaged; send the part again, or {_ASK}"
                 )
-            self.tensors[each.name], self._fingerprints[each.name] = new, each.fingerprint
-        if found.weights is not None:
-            self._end(found)
-        return [(change.name, self.tensors[change.name]) for change in found.changes]
+            self.tensors[update.name], self._fingerprints[update.name] = new, update.fingerprint
+        if decoded.weights is not None:
+            self._end(decoded)
+        return [(change.name, self.tensors[change.name]) for change in decoded.changes]
 
     def receive(
         self, group: dist.ProcessGroup, source: int = 0, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors that `WeightDeltas.broadcast` changes: (name, tensor), whole.
+        """Yields the tensors that `WeightDeltas.broadcast` changes, as (name, whole tensor).
 
         Args:
             source: Rank of the sender in the group.
             device: Device on which the group receives: "cuda" with NCCL.
 
         Raises:
-            DataError: See `apply`; raised after all parts were received, so that the group stays usable.
+            DataError: See `apply`; raised once all parts are received, so that the group stays usable.
         """
         refused: DataError | None = None
         while (part := receive_bytes(group, source, device)).numel():
@@ -222,7 +225,7 @@ class WeightCopy:
             raise refused
 
     def _begin(self, part: Part) -> None:
-        """Refuses a part of any sync but the next; a full one may come at any time, but not twice."""
+        """Refuses a part of any sync but the next; a full sync may come at any time, but not twice."""
         is_other = part.session != self._session
         if part.is_full and (is_other or part.sync > self.sync):
             if (part.session, part.sync, True) != (self._session, self._open, self._is_sound):
@@ -233,23 +236,22 @@ class WeightCopy:
             return
         awaited = self.sync + 1 if self._open is None else self._open
         if is_other or not self._is_sound or part.sync != awaited:
-            reason = (
-                "it is of another sender"
-                if is_other
-                else f"sync {awaited} of this sender comes next"
-                if self._is_sound
-                else "the weights before it did not come whole"
-            )
-            raise DataError(f"a part of weight sync {part.sync} cannot be applied, as {reason}; {_ASK}")
+            if is_other:
+                reason = "it comes from another sender"
+            elif self._is_sound:
+                reason = f"sync {awaited} of this sender is next"
+            else:
+                reason = "the sync before it is incomplete"
+            raise DataError(f"a part of weight sync {part.sync} cannot be applied, because {reason}; {_ASK}")
         self._open = part.sync
 
     def _end(self, part: Part) -> None:
-        found = weights_fingerprint(self._fingerprints)
-        if found != part.weights:
+        fingerprint = weights_fingerprint(self._fingerprints)
+        if fingerprint != part.weights:
             self._is_sound = False
             raise DataError(
-                f"the weights have fingerprint {found[:16]} after weight sync {part.sync}, but the trainer's have "
-                f"{str(part.weights)[:16]}: a part was lost; {_ASK}"
+                f"the weights have fingerprint {fingerprint[:16]} after weight sync {part.sync}, but the trainer's "
+                f"have {str(part.weights)[:16]}: a part was lost; {_ASK}"
             )
         self.sync, self._open = part.sync, None
 
@@ -260,21 +262,22 @@ def fingerprint_of(tensor: Tensor) -> str:
 
 
 def weights_fingerprint(fingerprints: Mapping[str, str]) -> str:
-    """Returns the fingerprint of many tensors, by their names and fingerprints."""
+    """Returns the fingerprint of many tensors from their names and fingerprints."""
     return hashlib.sha256(json.dumps(sorted(fingerprints.items())).encode()).hexdigest()
 
 
 def _packed(changed: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[str, Tensor]:
-    """Returns the form and [bytes] of changed positions, as a mask or gaps, whichever is shorter."""
+    """Returns the form and the [bytes] of changed positions, as a mask or gaps, whichever is shorter."""
     gaps = np.diff(np.flatnonzero(changed), prepend=0)
-    width = next(each for each in _WIDTHS if gaps.max() <= np.iinfo(each).max)
+    width = next(candidate for candidate in _WIDTHS if gaps.max() <= np.iinfo(candidate).max)
     if len(gaps) * np.dtype(width).itemsize < -(-len(changed) // 8):
         return width, torch.from_numpy(gaps.astype(width).view(np.uint8))
     return "mask", torch.from_numpy(np.packbits(changed))
 
 
 def _damaged(what: str, content: Tensor) -> str:
-    return f"a part of a weight sync with {content.numel()} bytes is damaged: {what} is not the sender's; send it again"
+    size = content.numel()
+    return f"a part of a weight sync with {size} bytes is damaged: {what} differs from the sender's; send it again"
 
 
 def _bytes(content: bytes) -> Tensor:

@@ -1,1 +1,1 @@
-"""Hugging Face models as data, without torch: config.json, tables of tensors, families."""
+"""Describes Hugging Face models without torch: config.json, tables of tensors, families."""

@@ -1,4 +1,4 @@
-"""The architecture of a Hugging Face folder, for `model.hf`; loads no torch."""
+"""Reads the architecture of a Hugging Face folder, for `model.hf`, without torch."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,14 +15,14 @@ from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import (
     CONFIG_NAME,
     SINGLE_NAME,
-    chosen_places,
     has_weights,
     how_to_download,
     inside,
     read_header,
     read_json,
+    weight_map,
 )
-from mtrain.hf.schema.registry import family_of, fields_nobody_knows
+from mtrain.hf.schema.registry import family_of, unknown_fields
 from mtrain.hf.schema.tower import TEXT
 from mtrain.hf.schema.values import shown_name
 from mtrain.hf.tokenizer.tokenizer import NO_TOKENS, AddedTokens, load_tokenizer
@@ -33,18 +33,19 @@ _SHOWN_FIELDS = 8
 
 
 def described_model(folder: Path, depths: int = 0) -> ModelSection:
-    """Reads the architecture of a folder's weights, or without weights that of its config.json.
+    """Reads the architecture of a folder's weights, or of its config.json alone if it has no weights.
 
-    Some families read MTP depths only on request.
+    Args:
+        depths: Requested MTP depths, which some families read only on request.
     """
     config = read_json(inside(folder, CONFIG_NAME))
-    # the index is read only where it matters: a config may promise depths, or tied tables, that are not there
+    # reads the index only if it matters: the weights may lack MTP depths, or have a head despite tied tables
     names: Collection[str] | None = ()
     if depths or config.get(DEPTHS) or TEXT in config:
         names = None
-        # a plan is made before weights are downloaded, or on another machine; a start refuses a folder without
+        # planning needs no weights, which a start requires
         if has_weights(folder):
-            names = chosen_places(folder, config)
+            names = weight_map(folder, config)
             names = read_header(inside(folder, SINGLE_NAME)).tensors if names is None else names
     return read_model(folder, config, names, depths)[1]
 
@@ -52,75 +53,75 @@ def described_model(folder: Path, depths: int = 0) -> ModelSection:
 def read_model(
     folder: Path, config: dict[str, Any], names: Collection[str] | None, depths: int = 0
 ) -> tuple[Family, ModelSection]:
-    """Reads the family and the model of a folder's config.json; `names` are those of its tensors, None if unknown."""
+    """Returns the family and the model of a folder's config.json; `names` of its tensors are None if unknown."""
     try:
         family = family_of(config)
         return family.with_depths(family.model(family.as_held(config, names)), depths, names)
     except DataError as fault:
-        # the entries do not know the folder; only the first mention, as the message may quote the file
+        # adds the folder, which entries do not know, to the first mention; later ones may be quotes of the file
         raise DataError(str(fault).replace(CONFIG_NAME, str(folder / CONFIG_NAME), 1)) from None
 
 
 def notes_on_folder(folder: str | None) -> list[str]:
-    """Returns a note on config.json fields of unknown meaning, if any."""
+    """Returns a note on config.json fields of unknown meaning; empty without such fields."""
     if folder is None or not (Path(folder) / CONFIG_NAME).exists():
         return []
-    unknown = fields_nobody_knows(read_json(inside(Path(folder), CONFIG_NAME)))
+    unknown = unknown_fields(read_json(inside(Path(folder), CONFIG_NAME)))
     if not unknown:
         return []
     shown = ", ".join(map(shown_name, unknown[:_SHOWN_FIELDS]))
     more = f" and {len(unknown) - _SHOWN_FIELDS} more" if len(unknown) > _SHOWN_FIELDS else ""
     return [
-        f"{folder}/{CONFIG_NAME} has fields that are unknown here, {shown}{more}: they are kept and do not affect the "
-        "computation; `mtrain convert import --check-logits` compares with transformers"
+        f"{folder}/{CONFIG_NAME} has fields that mtrain does not know, {shown}{more}: it keeps them and computes "
+        "without them; `mtrain convert import --check-logits` compares with transformers"
     ]
 
 
 def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
-    """Fills `model.*` of sections that are not validated yet in from the folder that `model.hf` names.
+    """Fills in `model.*`, before validation, from the folder in `model.hf`.
 
-    Long after a run the folder may be gone; the section must then describe the model itself.
+    If the folder no longer exists, the section must describe the model itself.
     """
-    given = content.get("model")
-    if not isinstance(given, dict) or not isinstance(folder := given.get("hf"), str) or not can_be_a_path(folder):
+    section = content.get("model")
+    if not isinstance(section, dict) or not isinstance(folder := section.get("hf"), str) or not can_be_a_path(folder):
         return content
     if not (Path(folder) / CONFIG_NAME).exists():
-        # a run's own config.yaml: it has the full architecture, and the folder may be gone by now
-        if "num_layers" in given:
+        # a run's config.yaml has the full architecture
+        if "num_layers" in section:
             return content
         raise ConfigError(
-            f"model.hf={folder} holds no {CONFIG_NAME}; name a folder of Hugging Face with {CONFIG_NAME} and "
+            f"model.hf={folder} has no {CONFIG_NAME}; name a Hugging Face folder with {CONFIG_NAME} and "
             f"*.safetensors{how_to_download(folder)}"
         )
-    # before the section is validated, which asks for sizes that only the folder gives
-    depths = given.get(_DEPTHS)
+    # before validation, which needs sizes from the folder
+    depths = section.get(_DEPTHS)
     described = described_model(Path(folder), depths if isinstance(depths, int) else 0)
-    described = with_tokens(described, Path(folder), _tokens_in(given))
-    # the user's value takes precedence, so that a contradiction is reported by its key below
-    filled = merged(described.model_dump(), given)
+    described = with_tokens(described, Path(folder), _tokens_in(section))
+    # the user's values take precedence, so that the check below reports contradictions by key
+    filled = merged(described.model_dump(), section)
     try:
         model = ModelSection.model_validate(filled)
-    except ValidationError:  # reported with everything else that is wrong
+    except ValidationError:  # the caller validates again, and reports all faults
         return {**content, "model": filled}
     if differing := disagreements(described, model):
-        shown = (
-            f"model.{name}={mine} does not agree with {folder}, which says {theirs}" for name, theirs, mine in differing
-        )
+        shown = (f"model.{name}={mine} contradicts {folder}, which has {theirs}" for name, theirs, mine in differing)
         raise ConfigError("\n".join(f"{line}; remove the key, or name another model.hf" for line in shown))
     return {**content, "model": filled}
 
 
-def _tokens_in(given: Mapping[Any, Any]) -> AddedTokens:
-    """Returns the tokens that a section adds; none for malformed keys, which its own rules refuse."""
-    found = [given.get(key) or () for key in ADDED_TOKENS]
-    is_right = all(isinstance(each, list | tuple) and all(isinstance(text, str) for text in each) for each in found)
-    return AddedTokens(*(tuple(each) for each in found)) if is_right else NO_TOKENS
+def _tokens_in(section: Mapping[Any, Any]) -> AddedTokens:
+    """Returns the tokens that a section adds; none for malformed keys, which validation refuses."""
+    lists = [section.get(key) or () for key in ADDED_TOKENS]
+    is_right = all(
+        isinstance(tokens, list | tuple) and all(isinstance(text, str) for text in tokens) for tokens in lists
+    )
+    return AddedTokens(*(tuple(tokens) for tokens in lists)) if is_right else NO_TOKENS
 
 
 def with_tokens(described: ModelSection, folder: Path, added: AddedTokens) -> ModelSection:
     """Returns the folder's model with a row for each token that is added to its tokenizer.
 
-    Many folders have more rows than tokens; spare rows are used first.
+    Added tokens use spare rows first, which many folders have.
     """
     if not any(added):
         return described
@@ -129,17 +130,17 @@ def with_tokens(described: ModelSection, folder: Path, added: AddedTokens) -> Mo
 
 
 def disagreements(described: ModelSection, model: ModelSection) -> list[tuple[str, Any, Any]]:
-    """Lists fields that would change the meaning of the folder's weights: name, folder's value, model's value.
+    """Lists fields that would change the meaning of the folder's weights, as (name, folder's value, model's value).
 
-    Fewer MTP depths are allowed, whose weights stay unread, and so is a head, which starts random.
+    Allows fewer MTP depths, whose weights are not read, and a new head, which starts random.
     """
     if described.experts is not None and model.experts is not None:
         # dropping tokens in training does not change the meaning of the weights
         free = {"capacity_factor": described.experts.capacity_factor}
         model = model.model_copy(update={"experts": model.experts.model_copy(update=free)})
-    found = differences(described, model)
-    if not described.output.is_new:  # a head may be put on any model
-        found = [each for each in found if each[0] != "num_labels"]
+    differing = differences(described, model)
+    if not described.output.is_new:  # any model may get a head
+        differing = [item for item in differing if item[0] != "num_labels"]
     if model.mtp_depths > described.mtp_depths == 0:
-        found.append((_DEPTHS, 0, model.mtp_depths))
-    return found
+        differing.append((_DEPTHS, 0, model.mtp_depths))
+    return differing

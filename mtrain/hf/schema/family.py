@@ -1,4 +1,4 @@
-"""A family: the conversion of its config.json, and the names of its tensors."""
+"""A model family: converts its config.json, and names its tensors."""
 
 from __future__ import annotations
 
@@ -16,70 +16,72 @@ from mtrain.hf.schema.tower import TEXT, TIED, Tower
 
 BASE = "model."
 _IN_BASE = ("layers.", "embed_tokens.")
-"""Beginnings of names in files saved from a base model."""
+"""Prefixes of names in files saved from a base model."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models of one Hugging Face `model_type`: the meaning of their config.json and the names of their tensors."""
+    """Models with one Hugging Face `model_type`, which share the meaning of config.json and the names of tensors."""
 
     model_type: str
     architecture: str
     entries: tuple[Entry, ...]
     rules: tuple[Rule, ...]
     dropped: tuple[str, ...] = (r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq",)
-    """Patterns of tensors in old files that follow from config.json."""
+    """Patterns of tensors in old files that config.json determines."""
     inert: tuple[str, ...] = ()
-    """Fields that transformers does not read in this family, but in others."""
+    """Fields that transformers ignores in this family, but not in others."""
     base: str = BASE
-    """Beginning of all tensor names except heads."""
+    """Prefix of all tensor names except heads."""
     outside: str = ""
-    """Beginning of the names of heads."""
+    """Prefix of the names of heads."""
     tower: Tower | None = None
     """Position in a multimodal model; None for a text model."""
     renamed: tuple[str, str] | None = None
-    """Beginning of the usual names, and transformers' name for it in memory; None: the same."""
+    """Prefix of the published names, and transformers' prefix in memory; None if they are the same."""
     carried_names: tuple[str, ...] = ()
-    """Patterns of tensors, besides those of images, that are not read and that conversions copy."""
+    """Patterns of further tensors, besides those of images, that conversions copy without reading them."""
     ahead: str = ""
-    """Beginning of the names of an MTP layer that only `mtp_depths` requests, and that is copied otherwise; empty if
-    config.json says whether it is read."""
+    """Prefix of an MTP layer's names, if it is read only on request (`mtp_depths`) and otherwise copied; empty if
+    config.json decides."""
     is_ahead_read: bool = False
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """Returns patterns of all tensors that are not read and that conversions copy."""
+        """Patterns of all tensors that conversions copy without reading them."""
         ahead = (f"{re.escape(self.ahead)}.+",) if self.ahead and not self.is_ahead_read else ()
         return (*(() if self.tower is None else self.tower.images), *self.carried_names, *ahead)
 
     def for_depths(self, depths: int) -> Family:
-        """Returns the family of a model with this number of MTP depths."""
+        """Returns the family for a model with this number of MTP depths."""
         if not self.ahead or not depths:
             return self
         if depths > 1:
-            raise DataError(f"a {self.model_type} model has one prediction further ahead, but mtp_depths={depths}")
+            raise DataError(
+                f"a {self.model_type} model has at most one MTP depth, but mtp_depths={depths}; set it to 0 or 1"
+            )
         return replace(self, is_ahead_read=True)
 
     def with_depths(
         self, model: ModelSection, depths: int, names: Collection[str] | None
     ) -> tuple[Family, ModelSection]:
-        """Returns family and model with the requested MTP depths, if a folder has them, or if its names are unknown."""
+        """Returns family and model with the requested MTP depths, if the folder has them or `names` is None."""
         layers = f"{self.ahead}layers."
         ahead = [name for name in names or () if self.ahead and name.startswith(layers)]
         numbers = {name.removeprefix(layers).split(".")[0] for name in ahead}
-        found = depths if names is None and self.ahead else len(numbers)
-        if not depths or not found:
+        num_depths = depths if names is None and self.ahead else len(numbers)
+        if not depths or not num_depths:
             return self, model
-        content = model.model_dump(exclude_defaults=True) | {"mtp_depths": found}
-        return self.for_depths(found), validated(content)
+        content = model.model_dump(exclude_defaults=True) | {"mtp_depths": num_depths}
+        return self.for_depths(num_depths), validated(content)
 
     def carries(self, name: str) -> bool:
-        """Says whether conversions copy a tensor unread."""
+        """Returns whether conversions copy a tensor without reading it."""
         return any(re.fullmatch(pattern, name) for pattern in self.carried)
 
     def parts(self, config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], frozenset[str]]]:
-        """Yields each part of a config.json: prefix of its field names, fields, and known names."""
+        """Yields each part of a config.json as (prefix of its field names, fields, known names)."""
         if self.tower is None:
             yield "", config, self.names
         else:
@@ -92,46 +94,46 @@ class Family:
 
     @property
     def names(self) -> frozenset[str]:
-        """Returns the fields of config.json with a known meaning in this family."""
+        """The fields of config.json that have a known meaning in this family."""
         return frozenset(self.inert).union(*(entry.names for entry in self.entries))
 
     def as_held(self, config: dict[str, Any], names: Collection[str] | None) -> dict[str, Any]:
-        """Returns the config.json of what a folder holds, where configured MTP depths may be missing, or a head exists
-        despite tied tables; unchanged if the tensors' names are unknown."""
-        found = config if self.tower is None else self.tower.as_held(config, names)
+        """Returns the config.json that describes a folder's tensors, which may lack MTP depths, or have a head despite
+        tied tables; unchanged if `names` is None."""
+        result = config if self.tower is None else self.tower.as_held(config, names)
         if names is None:
-            return found
-        text = found if self.tower is None else self.tower.nested(found)
+            return result
+        text = result if self.tower is None else self.tower.nested(result)
         base = (BASE, "") if self.tower is None else self.tower.beginnings(names)[:1]
-        layer = f"layers.{self.text(found).get('num_hidden_layers')}."
-        # transformers saves the field and omits the weights: by the field alone tensors would be missing
+        layer = f"layers.{self.text(result).get('num_hidden_layers')}."
+        # transformers saves the field without the weights
         if text.get(DEPTHS) and not any(name.startswith(tuple(start + layer for start in base)) for name in names):
-            held = {**text, DEPTHS: 0}
-            return held if self.tower is None else {**found, TEXT: held}
-        return found
+            without_depths = {**text, DEPTHS: 0}
+            return without_depths if self.tower is None else {**result, TEXT: without_depths}
+        return result
 
     def as_stored(self, names: Collection[str], for_all_versions: bool = False) -> Family:
         """Returns the family with the tensor names of a folder.
 
-        Weights saved from a base model lack `model.`; those of a multimodal model have two beginnings. transformers 5,
-        but not 4, reads and writes the experts of a layer as one tensor.
+        Weights saved from a base model lack `model.`, and those of a multimodal model have two prefixes. transformers
+        5, but not 4, reads and writes the experts of a layer as one tensor.
 
         Args:
-            names: Names of all tensors; if empty, tensors have the usual names.
-            for_all_versions: Whether to keep only names that transformers 4 reads as well.
+            names: Names of all tensors; empty for the usual names.
+            for_all_versions: Whether to use only names that transformers 4 can read.
         """
-        # as in the patterns, with {L} in the place of every number
-        there = {_NUMBER.sub("{L}", name) for name in names}
-        has_base = any(name.startswith(BASE) for name in there)
-        base, outside = "" if not has_base and any(name.startswith(_IN_BASE) for name in there) else BASE, ""
+        # like the patterns, with {L} instead of numbers
+        patterns = {_NUMBER.sub("{L}", name) for name in names}
+        has_base = any(name.startswith(BASE) for name in patterns)
+        base, outside = "" if not has_base and any(name.startswith(_IN_BASE) for name in patterns) else BASE, ""
         if self.tower is not None:
             base, outside = self.tower.beginnings(names)
         rules = []
         for rule in self.rules:
-            usual, *others = [self._under(base, outside, parts) for parts in (rule.parts, *rule.others)]
-            choices = [usual, *(() if for_all_versions else others)]
-            fitting = (parts for parts in choices if any(part.name.replace("{E}", "{L}") in there for part in parts))
-            rules.append(replace(rule, parts=next(fitting, usual), others=tuple(others)))
+            usual, *alternatives = [self._under(base, outside, parts) for parts in (rule.parts, *rule.alternatives)]
+            choices = [usual, *(() if for_all_versions else alternatives)]
+            fitting = (parts for parts in choices if any(part.name.replace("{E}", "{L}") in patterns for part in parts))
+            rules.append(replace(rule, parts=next(fitting, usual), alternatives=tuple(alternatives)))
         return replace(self, rules=tuple(rules), base=base, outside=outside)
 
     def _under(self, base: str, outside: str, parts: tuple[TensorPattern, ...]) -> tuple[TensorPattern, ...]:
@@ -142,11 +144,11 @@ class Family:
         return tuple(replace(part, name=renamed(part.name)) for part in parts)
 
     def model(self, config: dict[str, Any]) -> ModelSection:
-        """Builds the architecture that a config.json describes."""
+        """Builds the model that a config.json describes; raises DataError if it is not supported."""
         return model_of(self.text(config), self.entries)
 
     def config(self, model: ModelSection, template: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Builds a config.json that describes the model, from the file that came with the weights, if any."""
+        """Builds a config.json that describes the model, from the file that came with the weights, or None."""
         start = {"architectures": [self.architecture], "model_type": self.model_type} if template is None else template
         if self.tower is None:
             return config_of(model, self.entries, start, template is not None)
@@ -154,36 +156,36 @@ class Family:
         text = self.tower.text(start)
         if template is not None and not model.tied_embeddings and self.tower.may_hold_head(start):
             text[TIED] = False
-        found = self.tower.with_text(start, text, config_of(model, self.entries, text, template is not None))
-        return self.tower.saying_inside(found, model.tied_embeddings)
+        result = self.tower.with_text(start, text, config_of(model, self.entries, text, template is not None))
+        return self.tower.with_inner_tying(result, model.tied_embeddings)
 
     def for_all_versions(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds older fields to a config.json from `config`, so that transformers 4 reads it as transformers 5 does."""
-        given = self.text(dict(config))
-        found = dict(given)
+        """Adds older fields to the result of `config`, so that transformers 4 reads it like transformers 5."""
+        text = self.text(dict(config))
+        result = dict(text)
         for entry in self.entries:
-            found |= {name: value for name, value in entry.older(given).items() if name not in given}
-        return found if self.tower is None else self.tower.saying_outside(self.tower.with_text(config, given, found))
+            result |= {name: value for name, value in entry.older(text).items() if name not in text}
+        return result if self.tower is None else self.tower.with_outer_tying(self.tower.with_text(config, text, result))
 
     def table(self, model: ModelSection) -> Table:
         """Builds the table of a model's tensors."""
-        # layers of two kinds have different keys, so megatron-core's TransformerBlock numbers them instead of stacking
+        # layers of different kinds have different keys, so megatron-core numbers them instead of stacking them
         is_stacked = len(set(kinds(model))) == 1
         table = build_table(self.rules, model, axis_sizes(model), is_stacked)
         return replace(table, copies=_copies(model, self.base, self.outside))
 
 
 def in_tower(family: Family, model_type: str, architecture: str, tower: Tower) -> Family:
-    """Builds the family of a multimodal model from that of its text model."""
+    """Builds the family of a multimodal model from its text model's family."""
     named = replace(family, model_type=model_type, architecture=architecture, tower=tower)
     return named.as_stored(())
 
 
 def axis_sizes(model: ModelSection) -> dict[str, int]:
-    """Returns the sizes of the axes in tables: these, and those of `LayerPart.axes`.
+    """Returns the sizes of the axes in tables: those below, and those of `LayerPart.axes`.
 
-    V vocabulary, h hidden, f feed-forward, H query heads, G query groups, s slots of a group (its queries, a key, a
-    value), Q query heads of a group, d dimensions of a head, c halves of a gated projection, o a single row, L layers,
+    V vocabulary, h hidden, f feed-forward, H query heads, G query groups, s slots of a group (its queries, key and
+    value), Q query heads of a group, d dimensions of a head, c halves of a gated projection, o single row, L layers,
     n labels of a head, j both inputs of an MTP depth.
     """
     shared = model.num_attention_heads // model.query_groups
@@ -194,7 +196,7 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
         "f": model.ffn_hidden_size,
         "H": model.num_attention_heads,
         "G": model.query_groups,
-        # + 2: one key and one value for each group, as in megatron-core's linear_qkv; gates of queries follow these
+        # + 2 for the key and value of each group, as in megatron-core's linear_qkv
         "s": shared * (2 if model.attention_gate else 1) + 2,
         "Q": shared,
         "d": model.head_size,
@@ -209,14 +211,14 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
 
 
 def _copies(model: ModelSection, base: str, outside: str) -> dict[str, str]:
-    """Returns the vocabulary tables that some folders hold twice: copy -> original."""
+    """Returns copy -> original of vocabulary tables that some folders have twice."""
     embeddings = f"{base}embed_tokens.weight"
     head = f"{outside}lm_head.weight"
     output = embeddings if model.output.is_tied else head
-    # programs that save every entry of a state dict write a tied table under both names
+    # some programs save a tied table under both names
     copies = {head: embeddings} if model.output.is_tied else {}
     for layer, _ in enumerate(model.layers_ahead, start=model.num_layers):
-        # DeepSeek's files repeat both tables in the layer of each depth
+        # DeepSeek's files repeat both tables in each MTP layer
         copies[f"{base}layers.{layer}.embed_tokens.weight"] = embeddings
         copies[f"{base}layers.{layer}.shared_head.head.weight"] = output
     return copies

@@ -1,6 +1,6 @@
-"""Adapters in the terms of PEFT: names of their tensors, and adapter_config.json.
+"""Describes adapters as PEFT does: names of tensors, and adapter_config.json.
 
-Our `experts` are parameters in PEFT, not modules (`target_parameters`): one pair of matrices holds all experts of a
+In PEFT, experts are parameters (`target_parameters`) instead of modules: a pair of matrices has all experts of a
 projection, and the second parameter of a module wraps the first.
 
 Source: peft 0.21.2, tuners/lora/layer.py (Linear, Embedding, ParamWrapper), utils/save_and_load.py.
@@ -25,7 +25,7 @@ from mtrain.hf.schema.table import JoinedArrangement, Rule, order_in_region
 from mtrain.hf.schema.table import shape as shape_of
 
 CONFIG_NAME, TENSORS_NAME = ADAPTER_NAME, "adapter_model.safetensors"
-# A PeftModel holds a LoraModel (base_model), which holds the model of transformers (model).
+# a PeftModel contains a LoraModel (base_model), which contains the transformers model (model)
 _ROOT = "base_model.model."
 _KINDS = ("lora_a", "lora_b", "magnitude")
 _OF_LINEAR = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
@@ -33,22 +33,22 @@ _WHOLE = "whole"
 """Kind of a fully trained head or table (`modules_to_save`)."""
 _OF_EMBEDDING = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
 _EXPERTS = {"mlp.experts.linear_fc1": "base_layer.", "mlp.experts.linear_fc2": ""}
-"""Projection -> prefix of its pair's name: gate_up_proj is wrapped first, and down_proj around it."""
+"""Projection -> prefix of its pair's name, since PEFT wraps gate_up_proj first, and down_proj around it."""
 _PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _REDIRECTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "qwen3_moe", "qwen3_next")
-"""Families in which PEFT takes any module named in `_NETWORK` for the experts' parameters.
+"""Families in which PEFT redirects the modules of `_NETWORK` to the experts' parameters.
 
 Source: peft 0.21.2 and transformers 5.24, utils/transformers_weight_conversion.py, `_convert_peft_config_moe`.
 """
 _NETWORK = ("gate_proj", "up_proj", "down_proj")
 _INTERLEAVED = ("gpt_oss",)
-"""Families whose experts alternate gate and up, while ours have all gates first."""
+"""Families whose experts interleave gate and up, where we have all gates first."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
-"""Non-empty settings of PEFT, with values that do not affect a saved adapter."""
+"""PEFT setting -> non-empty values that do not affect a saved adapter."""
 _NAMES = """auto_mapping base_model_name_or_path ensure_weight_tying inference_mode lora_dropout megatron_core
 peft_version qalora_group_size revision runtime_config target_modules target_parameters task_type"""
 _UNREAD = frozenset(_NAMES.split())
-"""Settings that do not affect the tensors' meaning, or that the tensors show themselves."""
+"""Settings that do not affect the tensors' meaning, or that the tensors reveal."""
 _OURS = frozenset(
     ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "modules_to_save")
 )
@@ -60,29 +60,29 @@ class PeftTensor(NamedTuple):
     """Our global name, with `{E}` if PEFT has all experts in one tensor."""
     shape: Sizes
     kind: str
-    """lora_a, lora_b or magnitude; `whole` for a module that is saved whole."""
+    """lora_a, lora_b or magnitude, or `whole` for a module that is saved whole."""
     matrix: AdaptedMatrix
     is_interleaved: bool = False
-    """Whether rows of gate and up alternate in PEFT."""
+    """Whether PEFT interleaves the rows of gate and up."""
     order: JoinedArrangement | None = None
-    """Order of the rows in PEFT, if different."""
+    """Order of the rows in PEFT; None if it is ours."""
 
 
 def with_fused_targets(content: Any) -> Any:
-    """Adds to all-linear the projections that are one module in the family of the run's weights."""
-    others = all_linear_in(content)
-    if others is None:
+    """Adds projections that are fused in the weights' family to the adapter target all-linear."""
+    further = all_linear_in(content)
+    if further is None:
         return content
 
     def path(section: str, key: str) -> str | None:
         keys = content.get(section)
-        found = keys.get(key) if isinstance(keys, Mapping) else None
-        return found if isinstance(found, str) and can_be_a_path(found) else None
+        value = keys.get(key) if isinstance(keys, Mapping) else None
+        return value if isinstance(value, str) and can_be_a_path(value) else None
 
     template = template_at(path("model", "hf"), path("checkpoint", "initialize_from"))
     names = [] if template is None else [part.name for rule in family_of(template).rules for part in rule.parts]
     fused = [target for target in JOINED if any(name.endswith(f".{target}.weight") for name in names)]
-    return {**content, "adapter": {**content["adapter"], "targets": [ALL_LINEAR, *fused, *others]}}
+    return {**content, "adapter": {**content["adapter"], "targets": [ALL_LINEAR, *fused, *further]}}
 
 
 def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Iterator[PeftTensor]:
@@ -91,7 +91,9 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
     for matrix in tables(model, adapter):
         rules = _rules(family, model, f"{matrix.linear}.weight", -1)
         if not rules:
-            raise DataError(f"this {family.model_type} model has no separate {matrix.linear} to adapt")
+            raise DataError(
+                f"this {family.model_type} model has no separate {matrix.linear} to adapt; change adapter.targets"
+            )
         name = _module(family, rules[0], 0)
         yield from _pair(matrix, adapter, f"{_ROOT}{name}", matrix.linear)
     for layer in range(model.num_layers):
@@ -100,38 +102,44 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
             if matrix.num_experts:
                 if model.has_branches(layer):
                     raise DataError(
-                        f"PEFT's form for experts of {family.model_type} models is not known here; merge the adapter "
-                        "into the weights"
+                        f"mtrain does not know PEFT's form for experts of {family.model_type} models; merge the "
+                        "adapter into the weights"
                     )
                 if not model.is_gated:
-                    raise DataError(f"PEFT's form for experts without a gate ({family.model_type}) is not known here")
+                    raise DataError(
+                        f"mtrain does not know PEFT's form for experts without a gate ({family.model_type}); merge the "
+                        "adapter into the weights"
+                    )
                 yield from _of_experts(family, matrix, adapter, layer)
                 continue
             if matrix.part == "out_proj" and model.mamba is not None:
                 raise DataError(
-                    f"PEFT refuses adapters of out_proj in {family.model_type} models, whose kernels read the weight; "
-                    "merge the adapter into the weights"
+                    f"PEFT refuses adapters of out_proj in {family.model_type} models, whose kernels read the weight "
+                    "directly; merge the adapter into the weights"
                 )
-            found = _rules(family, model, f"decoder.layers.*.{matrix.linear}.weight", layer)
-            if not found:
-                raise DataError(f"PEFT has no form for {matrix.linear} of {family.model_type} models")
-            (rule,) = found
-            place = _place(matrix, rule, len(model_parts(model, matrix.linear)))
-            if place is None:
+            matching = _rules(family, model, f"decoder.layers.*.{matrix.linear}.weight", layer)
+            if not matching:
+                raise DataError(
+                    f"PEFT cannot express an adapter of {matrix.linear} in {family.model_type} models; merge it into "
+                    "the weights"
+                )
+            (rule,) = matching
+            index = _index_in_rule(matrix, rule, len(model_parts(model, matrix.linear)))
+            if index is None:
                 modules = ", ".join(
                     _module(family, rule, number).rpartition(".")[2] for number in range(len(rule.parts))
                 )
                 raise DataError(
-                    f"PEFT has no form for {matrix.part} of {family.model_type} models, which have {modules} in its "
-                    "place; name these in adapter.targets, or merge the adapter into the weights"
+                    f"PEFT cannot express an adapter of {matrix.part} in {family.model_type} models, which have "
+                    f"{modules} instead; name these in adapter.targets, or merge the adapter into the weights"
                 )
-            for each in _pair(matrix, adapter, f"{_ROOT}{_module(family, rule, place).format(L=layer)}", ours):
-                # outputs are the rows of B, and the only axis of magnitudes
-                columns = {"lora_b": adapter.rank_of(matrix.part), "magnitude": 1}.get(each.kind)
+            for tensor in _pair(matrix, adapter, f"{_ROOT}{_module(family, rule, index).format(L=layer)}", ours):
+                # the rows of B, and the only axis of magnitudes, are outputs
+                columns = {"lora_b": adapter.rank_of(matrix.part), "magnitude": 1}.get(tensor.kind)
                 yield (
-                    each
+                    tensor
                     if columns is None
-                    else each._replace(order=order_in_region(rule.parts[place], axis_sizes(model) | {"h": columns}))
+                    else tensor._replace(order=order_in_region(rule.parts[index], axis_sizes(model) | {"h": columns}))
                 )
 
 
@@ -143,7 +151,7 @@ def _learned_whole(family: Family, model: ModelSection, adapter: AdapterSection)
         shape = (matrix.rows, matrix.columns)
         whole = PeftTensor(f"{_ROOT}{_module(family, rule, 0)}.weight", key, shape, _WHOLE, matrix)
         yield whole
-        if key != HEAD and model.output.is_tied:  # PEFT saves and wants a tied table under both names
+        if key != HEAD and model.output.is_tied:  # PEFT saves and needs a tied table under both names
             yield whole._replace(name=f"{_ROOT}lm_head.weight")
     for layer in (-1, *range(model.num_layers)) if "norms" in adapter.modules_to_save else ():
         for rule in family.rules:
@@ -158,26 +166,25 @@ def _learned_whole(family: Family, model: ModelSection, adapter: AdapterSection)
 
 
 def _rules(family: Family, model: ModelSection, key: str, layer: int) -> list[Rule]:
-    """Returns the rules of a tensor; models of a family may name it differently, one model does not."""
+    """Returns the rules of a tensor that apply to the model, at most one."""
     return [rule for rule in family.rules if rule.key == key and rule.when(model, layer)]
 
 
-def _place(matrix: AdaptedMatrix, rule: Rule, num_parts: int) -> int | None:
-    """Returns a part's index among the tensors of a fused projection; None if they are divided differently than the
-    pairs."""
+def _index_in_rule(matrix: AdaptedMatrix, rule: Rule, num_parts: int) -> int | None:
+    """Returns a part's index among the tensors of a fused projection; None if they do not match the adapter's pairs."""
     if matrix.part in JOINED:
         names = [part.name.removesuffix(".weight").rpartition(".")[2] for part in rule.parts]
         return names.index(matrix.part) if matrix.part in names else None
     if len(rule.parts) < num_parts:
         return None
-    # a projection without a gate is one tensor, so up is its first and its last
+    # up is the last tensor, and the only one without a gate
     order = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": len(rule.parts) - 1}
     order |= {"in_proj_qkv": 0, "in_proj_z": 1, "in_proj_b": 2, "in_proj_a": 3}
     return order.get(matrix.part, 0)
 
 
-def _module(family: Family, rule: Rule, place: int) -> str:
-    name = rule.parts[place].name.removesuffix(".weight")
+def _module(family: Family, rule: Rule, index: int) -> str:
+    name = rule.parts[index].name.removesuffix(".weight")
     return name if family.renamed is None else name.replace(*family.renamed, 1)
 
 
@@ -189,7 +196,7 @@ def _pair(matrix: AdaptedMatrix, adapter: AdapterSection, module: str, ours: str
         "magnitude": (matrix.rows,),
     }
     for kind in _KINDS[: 3 if adapter.has_magnitudes else 2]:
-        # an embedding's pair are parameters of the module, a projection's are linear layers with weights
+        # an embedding's pair consists of parameters, a projection's of linear layers with weights
         name = (_OF_EMBEDDING if is_table else _OF_LINEAR)[kind]
         yield PeftTensor(f"{module}.{name}", f"{ours}_adapter.{matrix.part}_{kind}", shapes[kind], kind, matrix)
 
@@ -197,7 +204,7 @@ def _pair(matrix: AdaptedMatrix, adapter: AdapterSection, module: str, ours: str
 def _of_experts(family: Family, matrix: AdaptedMatrix, adapter: AdapterSection, layer: int) -> Iterator[PeftTensor]:
     linear = matrix.linear.removeprefix("mlp.experts.")
     module = f"{_ROOT}{family.base}layers.{layer}.mlp.experts.{_EXPERTS[matrix.linear]}"
-    # PEFT puts the pairs of all experts side by side, as one pair of this rank
+    # PEFT joins the pairs of all experts into one pair of this rank
     count = adapter.rank_of(matrix.part) * matrix.num_experts
     for kind, shape in (("lora_a", (count, matrix.columns)), ("lora_b", (matrix.rows, count))):
         ours = f"decoder.layers.{layer}.mlp.experts.{{E}}.{linear}_adapter.{kind}"
@@ -206,19 +213,19 @@ def _of_experts(family: Family, matrix: AdaptedMatrix, adapter: AdapterSection, 
 
 
 def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base: str | None) -> dict[str, Any]:
-    """Builds the content of adapter_config.json; `base` is the path or name by which PEFT finds the frozen model."""
-    # experts are parameters in PEFT, named by target_parameters
+    """Builds the content of adapter_config.json; `base` is the path or name of the frozen model for PEFT."""
+    # experts are parameters in PEFT, listed in target_parameters
     named = list(tensors(family, model, adapter))
-    names = [each.name for each in named if not each.matrix.num_experts and each.kind != _WHOLE]
-    saved = [_saved_as(each) for each in named if each.kind == _WHOLE]
+    names = [tensor.name for tensor in named if not tensor.matrix.num_experts and tensor.kind != _WHOLE]
+    saved = [_saved_as(tensor) for tensor in named if tensor.kind == _WHOLE]
     modules = dict.fromkeys(_module_of(name) for name in names)
     redirected = [name for name in modules if _is_redirected(family, name)]
     if redirected and adapter.has_magnitudes:
         raise DataError(
-            f"PEFT takes {redirected[0]} of {family.model_type} models for experts, and supports DoRA only for "
+            f"PEFT adapts {redirected[0]} in {family.model_type} models as a parameter, but supports DoRA only for "
             "modules; merge the adapter into the weights"
         )
-    # the last part of a name means that module in every layer; in a model of images, also in their layers
+    # the last part of a name means the module in every layer, and in a model with images also in their layers
     targets: list[str] | str = sorted({name.rpartition(".")[2] for name in modules if name not in redirected})
     if family.tower is not None:
         targets = rf"(model\.language_model\.(.*\.)?)?({'|'.join(targets)})"
@@ -227,19 +234,19 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         "task_type": "SEQ_CLS" if model.output.head_rows else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapter.rank,
-        # declared as an int in PEFT; a float is accepted as well
+        # an int in PEFT, which also accepts a float
         "lora_alpha": _whole(adapter.alpha),
         "rank_pattern": {} if not adapter.rank_pattern else _pattern(family, named, adapter.rank_of),
         "alpha_pattern": {}
         if not adapter.alpha_pattern
         else _pattern(family, named, lambda part: _whole(adapter.alpha_of(part))),
-        # PEFT refuses dropout where a parameter is adapted
+        # PEFT refuses dropout if a parameter is adapted
         "lora_dropout": 0.0 if redirected else adapter.dropout,
         "use_rslora": adapter.scaling == "rslora",
         "use_dora": adapter.has_magnitudes,
         "target_modules": targets,
         "bias": "none",
-        # true is for modules with transposed weights, such as Conv1D of GPT-2
+        # true for modules with transposed weights, such as GPT-2's Conv1D
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
@@ -247,18 +254,18 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
     }
     if _is_tied(model, adapter):
         config["ensure_weight_tying"] = True
-    # a module's weight that is named as a parameter is not redirected
+    # PEFT does not redirect a module's weight that is listed as a parameter
     parameters = sorted({f"{'.'.join(name.split('.')[-2:])}.weight" for name in redirected})
     if "experts" in adapter.parts or parameters:
         config["target_parameters"] = [*(_PARAMETERS if "experts" in adapter.parts else ()), *parameters]
     return config
 
 
-def _saved_as(each: PeftTensor) -> str:
-    """Returns the path suffix by which PEFT finds a module that is saved whole; the full path of a norm, because many
-    names end in "norm"."""
-    path = each.name.removeprefix(_ROOT).rpartition(".")[0]
-    return path if is_norm(each.key) else path.rpartition(".")[2]
+def _saved_as(tensor: PeftTensor) -> str:
+    """Returns the path suffix with which PEFT finds a module that is saved whole; for a norm the full path, because
+    many names end in "norm"."""
+    path = tensor.name.removeprefix(_ROOT).rpartition(".")[0]
+    return path if is_norm(tensor.key) else path.rpartition(".")[2]
 
 
 def _is_redirected(family: Family, module: str) -> bool:
@@ -274,57 +281,59 @@ def _whole(alpha: float) -> float | int:
 
 
 def _pattern(family: Family, named: Sequence[PeftTensor], value_of: Callable[[str], float]) -> dict[str, float]:
-    """Returns path suffix -> value; no two suffixes may match one path, because PEFT takes the first match in name
-    order."""
-    found, has_experts = {}, any(each.matrix.num_experts for each in named)
-    for each in (each for each in named if each.kind == "lora_a"):
-        last = path_in_model(each).rpartition(".")[2]
+    """Returns path suffix -> value; at most one suffix matches each path, because PEFT uses the first match in the
+    order of names."""
+    values, has_experts = {}, any(tensor.matrix.num_experts for tensor in named)
+    for tensor in (tensor for tensor in named if tensor.kind == "lora_a"):
+        last = path_in_model(tensor).rpartition(".")[2]
         alone = r"(?<!mlp\.experts\.)" if has_experts and last == "down_proj" else ""
-        weight = r"(\.weight)?" if _is_redirected(family, path_in_model(each)) else ""
-        key = rf"mlp\.experts\.{last}" if each.matrix.num_experts else f"{alone}{last}{weight}"
-        found[key] = value_of(each.matrix.part)
-    return found
+        weight = r"(\.weight)?" if _is_redirected(family, path_in_model(tensor)) else ""
+        key = rf"mlp\.experts\.{last}" if tensor.matrix.num_experts else f"{alone}{last}{weight}"
+        values[key] = value_of(tensor.matrix.part)
+    return values
 
 
-def path_in_model(each: PeftTensor) -> str:
-    """Returns the path by which PEFT's patterns name what a pair adapts: a module, or the experts' parameter."""
-    if not each.matrix.num_experts:
-        return _module_of(each.name)
-    parameter = _PARAMETERS[list(_EXPERTS).index(each.matrix.linear)]
-    head, _, _ = each.name.removeprefix(_ROOT).partition("mlp.experts")
+def path_in_model(tensor: PeftTensor) -> str:
+    """Returns the path of the module, or of the experts' parameter, that a pair adapts, for PEFT's patterns."""
+    if not tensor.matrix.num_experts:
+        return _module_of(tensor.name)
+    parameter = _PARAMETERS[list(_EXPERTS).index(tensor.matrix.linear)]
+    head, _, _ = tensor.name.removeprefix(_ROOT).partition("mlp.experts")
     return f"{head}{parameter}"
 
 
 def _differing_numbers(config: Mapping[str, Any], named: Iterable[PeftTensor], adapter: AdapterSection) -> list[str]:
-    of_both = (config.get("rank_pattern"), config.get("alpha_pattern"), adapter.rank_pattern, adapter.alpha_pattern)
-    found: dict[tuple[str, str], str] = {}
-    for each in (each for each in named if each.kind == "lora_a"):
-        path, part = path_in_model(each), each.matrix.part
-        place = f" of {path}" if any(of_both) else ""
+    patterns = (config.get("rank_pattern"), config.get("alpha_pattern"), adapter.rank_pattern, adapter.alpha_pattern)
+    lines: dict[tuple[str, str], str] = {}
+    for tensor in (tensor for tensor in named if tensor.kind == "lora_a"):
+        path, part = path_in_model(tensor), tensor.matrix.part
+        suffix = f" of {path}" if any(patterns) else ""
         rank, alpha = rank_and_alpha(config, path)
         if rank != adapter.rank_of(part):
-            found.setdefault(("r", part), f"r={rank}{place}, but adapter.rank={adapter.rank_of(part)}")
+            lines.setdefault(("r", part), f"r={rank}{suffix}, but adapter.rank={adapter.rank_of(part)}")
         if alpha != adapter.alpha_of(part):
-            found.setdefault(
-                ("alpha", part), f"lora_alpha={alpha}{place}, but adapter.alpha={adapter.alpha_of(part):g}"
+            lines.setdefault(
+                ("alpha", part), f"lora_alpha={alpha}{suffix}, but adapter.alpha={adapter.alpha_of(part):g}"
             )
-    return list(dict.fromkeys(found.values()))
+    return list(dict.fromkeys(lines.values()))
 
 
 def rank_and_alpha(config: Mapping[str, Any], path: str) -> tuple[Any, Any]:
-    """Returns a module's rank and alpha by PEFT's rule: the first pattern that matches the end of its path.
+    """Returns a module's rank and alpha, from the first pattern that matches the end of its path, as in PEFT.
 
     Source: peft 0.21.2, utils/other.py, get_pattern_key.
     """
-    found = []
+    numbers = []
     for key, default in (("rank_pattern", config.get("r")), ("alpha_pattern", config.get("lora_alpha"))):
         patterns = config.get(key) or {}
         try:
             first = next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), None)
         except re.error as fault:
-            raise DataError(f"{key} of {CONFIG_NAME} holds no regular expression: {fault}; correct it") from None
-        found.append(default if first is None else patterns[first])
-    return found[0], found[1]
+            raise DataError(
+                f"{key} in {CONFIG_NAME} contains an invalid regular expression: {fault}; correct it"
+            ) from None
+        numbers.append(default if first is None else patterns[first])
+    return numbers[0], numbers[1]
 
 
 def _module_of(name: str) -> str:
@@ -335,53 +344,53 @@ def _module_of(name: str) -> str:
 
 
 def differences(config: Mapping[str, Any], family: Family, model: ModelSection, adapter: AdapterSection) -> list[str]:
-    """Describes where a file differs from the run, and settings that we cannot express; one line each."""
-    found = []
+    """Describes each difference between a file and the run, and each setting that we cannot express."""
+    lines = []
     if config.get("peft_type") != "LORA":
         return [f"peft_type={config.get('peft_type')!r}, but LORA is needed"]
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(key) or {}, dict):
             return [f"{key}={config[key]!r}, but an object is needed"]
-    found += _differing_numbers(config, tensors(family, model, adapter), adapter)
-    mine: dict[str, tuple[Any, str]] = {
+    lines += _differing_numbers(config, tensors(family, model, adapter), adapter)
+    switches: dict[str, tuple[Any, str]] = {
         "use_rslora": (adapter.scaling == "rslora", f"adapter.scaling={adapter.scaling}"),
         "use_dora": (adapter.has_magnitudes, f"adapter.kind={adapter.kind}"),
     }
-    for key, (wanted, ours) in mine.items():
-        # files of older versions lack use_rslora and use_dora, which were off then
-        if config.get(key, False) != wanted:
-            found.append(f"{key}={config.get(key, False)}, but {ours}")
-    found += _differing_modules(config, model, adapter)
+    for key, (expected, ours) in switches.items():
+        # older versions of PEFT had neither use_rslora nor use_dora
+        if config.get(key, False) != expected:
+            lines.append(f"{key}={config.get(key, False)}, but {ours}")
+    lines += _differing_modules(config, model, adapter)
     for key, value in config.items():
         # an unknown setting may change the meaning of the tensors, unless it is off
         is_plain = value in (None, False, {}, [], "") or value in _NEUTRAL.get(key, ())
         if key not in _OURS | _UNREAD and not is_plain:
-            found.append(f"{key}={value!r}, which has no form here")
-    return found
+            lines.append(f"{key}={value!r}, which mtrain does not support")
+    return lines
 
 
 def _differing_modules(config: Mapping[str, Any], model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
-    """Describes differing modules that are saved whole, and tables that only one program ties."""
+    """Describes differences in modules that are saved whole, and in the tying of tables."""
     theirs = saved_modules(config)
     ours = set(adapter.modules_to_save) - {"head"}
-    if _is_tied(model, adapter):  # either name is the one table
+    if _is_tied(model, adapter):  # both names mean the same table
         ours, theirs = ours - {"output"}, {"embedding" if name == "output" else name for name in theirs}
     if model.output.is_new:
-        theirs -= {"head"}  # PEFT saves modules of two names, score and classifier, in every such model
+        theirs -= {"head"}  # PEFT always saves the modules score and classifier of such a model
     if ours != theirs:
-        given = ", ".join(adapter.modules_to_save) or "empty"
-        yield f"modules_to_save={config.get('modules_to_save')}, but adapter.modules_to_save is {given}"
+        listing = ", ".join(adapter.modules_to_save) or "empty"
+        yield f"modules_to_save={config.get('modules_to_save')}, but adapter.modules_to_save is {listing}"
     elif _is_tied(model, adapter) and not config.get("ensure_weight_tying"):
         yield (
-            "ensure_weight_tying is not set, so that its embeddings have left the output layer, but with "
-            "model.tied_embeddings=true they stay one table"
+            "ensure_weight_tying is not set, so its embeddings and output layer differ, but "
+            "model.tied_embeddings=true makes them one table"
         )
 
 
 def saved_modules(config: Mapping[str, Any]) -> set[str]:
-    """Returns the modules that a file saves whole; tables by our names, others by their last part."""
-    given = config.get("modules_to_save") or ()
-    if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
-        raise DataError(f"modules_to_save of {CONFIG_NAME} is {given!r}, but must be a list of names; correct it")
-    last = [each.rpartition(".")[2] for each in given]
-    return {"norms" if "norm" in each else SAVED_SYNONYMS.get(each, each) for each in last}
+    """Returns the modules that a file saves whole, tables under our names and others under their last part."""
+    modules = config.get("modules_to_save") or ()
+    if not isinstance(modules, list | tuple) or not all(isinstance(name, str) for name in modules):
+        raise DataError(f"modules_to_save in {CONFIG_NAME} is {modules!r}, but must be a list of names; correct it")
+    last = [name.rpartition(".")[2] for name in modules]
+    return {"norms" if "norm" in name else SAVED_SYNONYMS.get(name, name) for name in last}

@@ -1,12 +1,12 @@
 """Finds the family of a config.json, a model or a run.
 
-A folder's config.json alone says what its weights compute. If transformers reads a field that this program does not,
-the same bytes become two functions, so every field is one of these:
+config.json alone determines what a folder's weights compute. If transformers reads a field that we ignore, the same
+weights compute two functions, so every field is one of these:
 
 - read by the family's entries (`Entry.names`);
-- INERT: it does not affect what the weights compute;
-- read by another family's entries or in CHANGES_THE_FUNCTION: refused unless it is switched off (`_is_off`);
-- anything else: reported to the user (`fields_nobody_knows`), because its meaning is unknown.
+- INERT, without effect on what the weights compute;
+- read by another family's entries, or in CHANGES_THE_FUNCTION: refused unless it is switched off (`_is_off`);
+- anything else, which has an unknown meaning and is reported to the user (`unknown_fields`).
 """
 
 from collections.abc import Collection, Mapping
@@ -16,14 +16,14 @@ from typing import Any
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import UnsayableError
+from mtrain.hf.schema.config import InexpressibleError
 from mtrain.hf.schema.families import deepseek, dense, experts, gemma, hybrid, nemotron, olmo
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.rope import ROPE_NAMES
 from mtrain.hf.schema.values import shown
 
-# In the order in which `fitting_family` tries them: the plain ones first.
+# in the order in which `fitting_family` tries them, plain ones first
 _FAMILIES = (
     *dense.FAMILIES,
     *experts.FAMILIES,
@@ -39,23 +39,23 @@ _FAMILIES = (
     nemotron.NEMOTRON_H,
 )
 FAMILIES: dict[str, Family] = {}
-"""Name in config.json -> family; a second kind of text model with images follows a slash."""
+"""model_type -> family; a slash and the text model's type follow for a second text model with images."""
 for _family in _FAMILIES:
     if _family.tower is not None and _family.model_type in FAMILIES:
         FAMILIES[f"{_family.model_type}/{_family.tower.text_type}"] = _family
     else:
         FAMILIES[_family.model_type] = _family
 _SHOWN_KEYS = 2
-"""Most keys in a message for each family, if none fits."""
+"""Limit on keys per family in a message that no family fits."""
 _ENTRIES = tuple(entry for family in FAMILIES.values() for entry in family.entries)
-# without fields that a family leaves unread: harmless in their own family, they are harmless in others
+# without inert fields, which are harmless in all families
 _ALL_NAMES = frozenset(name for entry in _ENTRIES for name in entry.names)
 
 
 def family_of(config: dict[str, Any]) -> Family:
     """Returns the family that a config.json names."""
     name = config.get("model_type")
-    known = dict.fromkeys(each.model_type for each in FAMILIES.values())
+    known = dict.fromkeys(member.model_type for member in FAMILIES.values())
     if not isinstance(name, str) or name not in known:
         raise DataError(
             f"config.json: model_type={shown(name)} is not supported, but one of {', '.join(known)} is needed"
@@ -63,36 +63,36 @@ def family_of(config: dict[str, Any]) -> Family:
     family = FAMILIES[name]
     if family.tower is not None:
         family = FAMILIES.get(f"{name}/{family.tower.type_of(config)}", family)
-    for _, part, own in family.parts(config):
-        # here and not in the entries: an entry sees only the fields that it knows
-        _refuse_fields_of_others(part, name, own)
+    for _, part, names in family.parts(config):
+        # here, because an entry sees only the fields that it knows
+        _refuse_fields_of_others(part, name, names)
     return family
 
 
-def fields_nobody_knows(config: dict[str, Any]) -> list[str]:
-    """Returns the fields of unknown meaning, which are kept but not used."""
-    found = []
-    for before, part, own in family_of(config).parts(config):
-        known = INERT | CHANGES_THE_FUNCTION | own | _ALL_NAMES | {"is_causal"}
-        found += [before + name for name in sorted(part.keys() - known) if not _is_neutral(part[name])]
-    return found
+def unknown_fields(config: dict[str, Any]) -> list[str]:
+    """Returns the fields of unknown meaning, which exports keep."""
+    unknown = []
+    for prefix, part, names in family_of(config).parts(config):
+        known = INERT | CHANGES_THE_FUNCTION | names | _ALL_NAMES | {"is_causal"}
+        unknown += [prefix + name for name in sorted(part.keys() - known) if not _is_neutral(part[name])]
+    return unknown
 
 
 def fitting_family(model: ModelSection) -> Family:
-    """Finds the first family whose config.json can describe the model, for weights without one."""
+    """Returns the first family whose config.json can describe the model, for weights that have no config.json."""
     reasons = []
-    # a model that began at random has no image tensors
-    for family in (each for each in FAMILIES.values() if each.tower is None):
+    # a model that was randomly initialized has no image tensors
+    for family in (candidate for candidate in FAMILIES.values() if candidate.tower is None):
         try:
-            # tried, not asked: writing and reading back shows differences
+            # tries it, because writing and reading back shows all differences
             family.config(model, None)
-        except UnsayableError as fault:
+        except InexpressibleError as fault:
             reasons.append(f"{family.model_type} lacks model.{', model.'.join(fault.keys[:_SHOWN_KEYS])}")
         except DataError:
-            reasons.append(f"{family.model_type} knows no such sizes")
+            reasons.append(f"{family.model_type} does not support these sizes")
         else:
             return family
-    raise DataError("no family of Hugging Face describes this model: " + "; ".join(reasons))
+    raise DataError("no Hugging Face family can describe this model: " + "; ".join(reasons))
 
 
 _DESCRIPTION = """architectures model_type transformers_version _name_or_path name_or_path _model_name_or_path
@@ -110,8 +110,8 @@ no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam
 remove_invalid_values repetition_penalty suppress_tokens target_lookbehind temperature top_k top_p typical_p"""
 _TRAINING = "router_aux_loss_coef aux_loss_alpha seq_aux ep_size"
 INERT = frozenset(" ".join([_DESCRIPTION, _TOKENS, _OUTPUTS, _GENERATION, _TRAINING]).split())
-"""Fields that do not change what the weights compute: origin, formats, special tokens, reports, sampling, training
-losses. (Weight formats are judged where they are read.)"""
+"""Fields that do not change what the weights compute: origin, formats, special tokens, outputs, sampling, training
+losses. (The code that reads weights checks their formats.)"""
 
 _ELSEWHERE = """add_cross_attention alibi attention_chunk_size attention_multiplier attn_logit_softcapping clip_qkv
 cross_attention_hidden_size embedding_multiplier final_logit_softcapping is_decoder is_encoder_decoder layer_norm_eps
@@ -119,12 +119,12 @@ logit_scale logits_scaling mrope_section norm_type num_kv_shared_layers
 parallel_attn per_layer_config pruned_heads qk_layernorm qk_norm qkv_bias residual_multiplier rope_ratio rotary_pct
 tie_encoder_decoder use_alibi use_mrope use_parallel_residual use_qk_norm use_qkv_bias"""
 CHANGES_THE_FUNCTION = frozenset(_ELSEWHERE.split())
-"""Fields that models of transformers read, but none of our families."""
+"""Fields that transformers reads in some model, but none of our families does."""
 
 _SHOWN_FIELDS = 4
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
 READ_BY_ALL = frozenset((*ROPE_NAMES, "attention_chunk_size", "layer_types", "mlp_layer_types", "per_layer_config"))
-"""Fields that transformers reads or refuses in every family: 0 does not mean absence."""
+"""Fields that transformers reads or refuses in every family, so that 0 does not switch them off."""
 _FACTORS = dict.fromkeys(
     ("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier", "rope_ratio", "rotary_pct"), 1
 )
@@ -132,95 +132,96 @@ _FACTORS = dict.fromkeys(
 
 
 def _off_values() -> dict[str, list[Any]]:
-    """Returns field -> values, besides empty ones, that switch nothing on if a family does not read it."""
-    found: dict[str, list[Any]] = {name: [0] for name in (_ALL_NAMES | CHANGES_THE_FUNCTION) - READ_BY_ALL}
+    """Returns field -> values, besides empty ones, that have no effect in a family that does not read the field."""
+    values: dict[str, list[Any]] = {name: [0] for name in (_ALL_NAMES | CHANGES_THE_FUNCTION) - READ_BY_ALL}
     for name, value in [*_FACTORS.items(), *(pair for entry in _ENTRIES for pair in entry.off.items())]:
-        found.setdefault(name, []).append(value)
-    return found
+        values.setdefault(name, []).append(value)
+    return values
 
 
 def _parts() -> dict[str, str]:
-    """Returns field -> part of a model, for fields that mean nothing without that part in any family."""
-    found: dict[str, set[str | None]] = {}
+    """Returns field -> part of a model, for fields that have no meaning without that part in any family."""
+    parts_of: dict[str, set[str | None]] = {}
     for family in FAMILIES.values():
-        of_family = {(name, entry.part) for entry in family.entries for name in entry.names}
-        named = {name for name, part in of_family if part is not None}
-        for name, part in of_family:
+        pairs = {(name, entry.part) for entry in family.entries for name in entry.names}
+        named = {name for name, part in pairs if part is not None}
+        for name, part in pairs:
             if part is not None or name not in named:
-                found.setdefault(name, set()).add(part)
-    return {name: part for name, parts in found.items() if len(parts) == 1 for part in parts if part is not None}
+                parts_of.setdefault(name, set()).add(part)
+    return {name: part for name, parts in parts_of.items() if len(parts) == 1 for part in parts if part is not None}
 
 
 _OFF, _PART = _off_values(), _parts()
-_SIZES = [each for entry in _ENTRIES for each in entry.sizes()]
-"""Parts of a model, each with a field that gives its size."""
+_SIZES = [pair for entry in _ENTRIES for pair in entry.sizes()]
+"""(part of a model, field with its size)."""
 
 
-def _is_off(name: str, config: Mapping[str, Any], own: Collection[str]) -> bool:
-    """Says whether an unread field is empty, off for the family that owns it, of a part without a size, or a disabled
-    window."""
+def _is_off(name: str, config: Mapping[str, Any], known: Collection[str]) -> bool:
+    """Returns whether a field has no effect: it is empty, has its family's neutral value, belongs to a part of size 0,
+    or is a window that is switched off."""
     value = config[name]
     is_bool = isinstance(value, bool)
-    if _is_neutral(value) or any(value == one and is_bool == isinstance(one, bool) for one in _OFF.get(name, ())):
+    if _is_neutral(value) or any(
+        value == neutral and is_bool == isinstance(neutral, bool) for neutral in _OFF.get(name, ())
+    ):
         return True
     if name == "sliding_window" and config.get("use_sliding_window") is False:
         return True
-    sizes = [each for part, each in _SIZES if part == _PART.get(name)]
+    sizes = [field for part, field in _SIZES if part == _PART.get(name)]
     return (
         bool(sizes)
         and name not in sizes
-        and all(_is_off(size, config, own) if size in config else size not in own for size in sizes)
+        and all(_is_off(size, config, known) if size in config else size not in known for size in sizes)
     )
 
 
-def _refuse_fields_of_others(config: Mapping[str, Any], model_type: str, own: Collection[str]) -> None:
-    """Refuses fields outside of `own`, which the family reads or is known to ignore, that could change the function."""
-    # separately: here the neutral value is true, so false would pass below
+def _refuse_fields_of_others(config: Mapping[str, Any], model_type: str, known: Collection[str]) -> None:
+    """Refuses fields not in `known` that could change the function."""
+    # separately, because false, which is not neutral here, would pass below
     if config.get("is_causal", True) is not True:
-        raise DataError("config.json: is_causal must be true: attention that sees later tokens is not supported")
-    of_another = (CHANGES_THE_FUNCTION | _ALL_NAMES) - frozenset(own) - INERT
-    found = [name for name in config if name in of_another and not _is_off(name, config, own)]
-    if found:
-        listing = ", ".join(f"{name}={shown(config[name])}" for name in found[:_SHOWN_FIELDS])
+        raise DataError("config.json: is_causal must be true, because attention to later tokens is not supported")
+    foreign = (CHANGES_THE_FUNCTION | _ALL_NAMES) - frozenset(known) - INERT
+    refused = [name for name in config if name in foreign and not _is_off(name, config, known)]
+    if refused:
+        listing = ", ".join(f"{name}={shown(config[name])}" for name in refused[:_SHOWN_FIELDS])
         raise DataError(
-            f"config.json: {listing}: a {model_type} model does not have that here; remove it if it does not affect "
-            "what the weights compute"
+            f"config.json: {listing} is not supported in a {model_type} model; remove it if it does not affect what "
+            "the weights compute"
         )
 
 
 def _is_neutral(value: object) -> bool:
-    # the type as well: 0 == False, but 0 is a value
-    return any(value is one or (value == one and type(value) is type(one)) for one in _NEUTRAL)
+    # compares types as well, because 0 == False
+    return any(value is neutral or (value == neutral and type(value) is type(neutral)) for neutral in _NEUTRAL)
 
 
 ORIGIN = "hf"
 """Folder in an imported checkpoint with the files that came with the weights: config.json, index, tokenizer."""
 SHARDS_NAME = "shards.json"
-"""File in that folder with the tensor names of each weights file, and its metadata."""
+"""File in that folder with the metadata and tensor names of each weights file."""
 
 
 def refuse_unexportable(config: Config) -> None:
-    """Refuses with a ConfigError a run that should export a model that no config.json can describe.
+    """Refuses, with a ConfigError, a run that asks for exports of a model that no config.json can describe.
 
-    Weights from a Hugging Face folder, or its import, are exported as its family; others as the first family that fits.
-    (For weights of another run, the export finds the family.)
+    Exports weights from a Hugging Face folder or its import as that folder's family, and others as the first family
+    that fits. (For weights of another run, the export finds the family.)
     """
     if config.checkpoint.export_hf_every_steps == 0:
         return
     try:
-        # before any rank starts: otherwise a run would train for hours up to its first export
         template, family = _template(config), family_of_run(config)
-        # the same call as in the export, so both refuse the same models
+        # the same call as in an export, so both refuse the same models
         family.config(config.model, template)
     except DataError as fault:
         raise ConfigError(
-            f"checkpoint.export_hf_every_steps={config.checkpoint.export_hf_every_steps} asks for folders of Hugging "
-            f"Face, but {fault}; change the model, or set it to 0"
+            f"checkpoint.export_hf_every_steps={config.checkpoint.export_hf_every_steps} asks for Hugging Face "
+            f"folders, but {fault}; change the model, or set it to 0"
         ) from None
 
 
 def family_of_run(config: Config) -> Family:
-    """Finds the family of a run's model: that of the folder or import with its weights, else one that fits."""
+    """Returns the family of the folder or import with a run's weights, or else the first one that fits the model."""
     template = _template(config)
     return fitting_family(config.model) if template is None else family_of(template)
 
@@ -230,7 +231,7 @@ def _template(config: Config) -> dict[str, Any] | None:
 
 
 def template_at(hf: str | None, start: str | None) -> dict[str, Any] | None:
-    """Returns the config.json that came with a run's weights, if any."""
-    places = [Path(hf)] if hf is not None else []
-    places += [Path(start) / ORIGIN] if start is not None else []
-    return next((read_json(place / CONFIG_NAME) for place in places if (place / CONFIG_NAME).is_file()), None)
+    """Returns the config.json that came with a run's weights; None without one."""
+    folders = [Path(hf)] if hf is not None else []
+    folders += [Path(start) / ORIGIN] if start is not None else []
+    return next((read_json(folder / CONFIG_NAME) for folder in folders if (folder / CONFIG_NAME).is_file()), None)

@@ -1,7 +1,7 @@
-"""The class that transformers chooses for a folder, and the tokenizer that it builds from its vocabulary.
+"""Finds the class that transformers chooses for a folder, and builds that class's tokenizer.
 
-A generic class takes tokenizer.json as it is. Others build normalizer, pre-tokenizer and model in code, and take only
-vocabulary, merges and post-processor from the file. Known ones are rebuilt here.
+A generic class uses tokenizer.json as it is. Others build normalizer, pre-tokenizer and model in code, and take only
+vocabulary, merges and post-processor from the file; this module rebuilds the known ones.
 
 Source: transformers 5.24, models/auto/tokenization_auto.py (AutoTokenizer.from_pretrained) and the classes' own files.
 """
@@ -20,7 +20,7 @@ CLASS_OF_MODEL = {model: name for name, models in _TABLES["of_models"].items() f
 WRONG_CLASS = frozenset(_TABLES["wrong"].split())
 """Models whose published tokenizer_config.json names a class that transformers does not use."""
 CLASSES = frozenset(_TABLES["of_models"].keys()).union(_TABLES["of_no_model"].split())
-"""All classes in these tables, without `Fast`; any other name means the generic one."""
+"""All classes in these tables, without `Fast`; any other name means the generic class."""
 GENERIC = "TokenizersBackend"
 _NOT_SPECIFIC = frozenset({GENERIC, "PythonBackend", "PreTrainedTokenizer", "PreTrainedTokenizerFast"})
 _AS_THE_FILE_SAYS = frozenset({GENERIC, "BloomTokenizer", "ConvBertTokenizer", "FNetTokenizer", "ParakeetTokenizer"})
@@ -35,33 +35,33 @@ _QWEN3_5 = (
 Vocabulary = dict[str, int]
 Merges = list[tuple[str, str]]
 Build = Callable[[Vocabulary, Merges, Mapping[str, Any]], Any]
-"""Makes a `tokenizers.Tokenizer` of vocabulary, merges and settings."""
+"""Builds a `tokenizers.Tokenizer` from vocabulary, merges and settings."""
 
 
 class NotReadError(Exception):
-    """transformers does not read the folder, or by unknown code; says why."""
+    """transformers cannot read the folder, or reads it with unknown code; the message says why."""
 
 
 @dataclass(frozen=True)
 class BuiltClass:
-    """A class of transformers that builds the parts of a tokenizer itself."""
+    """A transformers class that builds the parts of a tokenizer in code."""
 
     build: Build
     named: Mapping[str, str | None]
-    """Special tokens by role, if the settings name none."""
+    """Role -> default special token."""
     adds_named: str | None = None
-    """How its code adds the named tokens again: as "special" ones, or ("posted") as the settings write them; None:
-    not."""
+    """How its code adds the named tokens again: "special" adds special tokens, "posted" adds them as the settings have
+    them, None does not add them."""
     drops_post_processor: bool = False
     """Whether its code replaces tokenizer.json's post-processor by one that adds the settings' tokens."""
     reads_merges_file: bool = True
-    """Whether vocab.json and merges.txt suffice without a tokenizer.json."""
+    """Whether it can read vocab.json and merges.txt without a tokenizer.json."""
 
 
 def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], is_byte_level: bool) -> str:
     """Returns the class that AutoTokenizer chooses, without `Fast`, or `GENERIC`."""
-    said, model = _text(settings.get("tokenizer_class")), _text(config.get("model_type"))
-    named = said or _text(config.get("tokenizer_class"))
+    class_name, model = _text(settings.get("tokenizer_class")), _text(config.get("model_type"))
+    named = class_name or _text(config.get("tokenizer_class"))
     registered = CLASS_OF_MODEL.get(model)
     is_wrong = model in WRONG_CLASS or config.get("model_name") in WRONG_CLASS
     has_code = _has_code(settings)
@@ -73,18 +73,18 @@ def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], is_byte_lev
             if chosen in CLASSES and chosen not in _NOT_SPECIFIC:
                 return chosen
         return GENERIC
-    if has_code and model not in WRONG_CLASS and registered is None and said not in CLASSES | _NOT_SPECIFIC:
-        raise NotReadError("its tokenizer_config.json names custom code (auto_map), which is not run")
+    if has_code and model not in WRONG_CLASS and registered is None and class_name not in CLASSES | _NOT_SPECIFIC:
+        raise NotReadError("its tokenizer_config.json names custom code (auto_map), which mtrain does not run")
     chosen = named or registered or GENERIC
     return chosen if chosen in CLASSES else GENERIC
 
 
 def built_class(name: str) -> BuiltClass | None:
-    """Returns the class that builds its parts itself; None if it takes tokenizer.json as it is."""
+    """Returns the class if it builds its parts in code; None if it uses tokenizer.json as it is."""
     if name in _AS_THE_FILE_SAYS:
         return None
     if name not in _BUILT:
-        raise NotReadError(f"transformers reads it by its class {name}, which is not known here")
+        raise NotReadError(f"transformers reads it with its class {name}, which mtrain does not know")
     return _BUILT[name]
 
 
@@ -98,7 +98,7 @@ def _text(value: object) -> str:
 
 
 def _byte_level(pieces: Callable[[Any], Any], normalizer: Any = None) -> Build:
-    """Returns the builder of a BPE model of bytes; `pieces` makes the pre-tokenizer from add_prefix_space."""
+    """Returns the builder of a byte-level BPE model; `pieces` makes the pre-tokenizer from add_prefix_space."""
 
     def build(vocabulary: Vocabulary, merges: Merges, settings: Mapping[str, Any]) -> Any:
         parts = {"continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False}

@@ -1,6 +1,6 @@
-"""Text to token ids and back, from local files: sentencepiece models and Hugging Face's `tokenizer.json`.
+"""Converts text to token ids and back, with local sentencepiece models or Hugging Face's `tokenizer.json`.
 
-Text in a document never becomes a control token; the code that builds samples adds these by id.
+Text in a document never becomes a control token; the code that builds samples adds control tokens by id.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 """Environment variable of the `tokenizers` library; false keeps it on one thread."""
 _HF_SETTINGS = "tokenizer_config.json"
 _HF_CONFIG = "config.json"
-_SOURCE = "take the folder from its source again"
+_SOURCE = "download the folder again"
 _WAY_OUT = (
-    "let transformers rewrite it, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW), set tokenizer_class to "
+    "rewrite it with transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW), set tokenizer_class to "
     "PreTrainedTokenizerFast in the new tokenizer_config.json, and name the new folder"
 )
 _MOST_BYTES = 1 << 28
-"""Largest file; the largest known ones have about forty million bytes."""
+"""Largest file; the largest known ones have about 40 MB."""
 _PANIC = "PanicException"
-"""Name of a Rust library's error; it is not an Exception, and its class cannot be imported."""
+"""Name of the Rust library's error, which is not an Exception and cannot be imported."""
 _NO_POST_PROCESSOR = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
 _HAS_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 
@@ -50,14 +50,14 @@ class EncodedText(NamedTuple):
 
     ids: list[int]
     offsets: list[tuple[int, int]]
-    """First character of each id, and the one after its last."""
+    """Range of characters of each token: the first one, and the one after the last."""
 
 
 class AddedTokens(NamedTuple):
-    """Tokens that a run adds to a tokenizer, after all others and in this order."""
+    """Tokens that a run appends to a tokenizer's vocabulary, in this order."""
 
     plain: tuple[str, ...] = ()
-    """Texts that are tokens everywhere."""
+    """Texts that become tokens wherever they occur."""
     special: tuple[str, ...] = ()
 
 
@@ -66,31 +66,31 @@ NO_TOKENS = AddedTokens()
 
 class Tokenizer(ABC):
     added: AddedTokens = NO_TOKENS
-    """Tokens that its files do not hold."""
+    """Tokens that the run adds to those of the files."""
 
     path: Path
     fingerprint: str
-    """SHA-256 in hex of that file, or of the tokenizer's content if the file alone does not determine it."""
+    """SHA-256, in hex, of the file, or of the tokenizer's content if the file alone does not determine it."""
     vocab_size: int
-    """Upper bound of all ids, exclusive."""
+    """Largest id plus one."""
     bos_id: int | None
-    """Token that begins a sample, if any."""
+    """Token that begins a sample; None without one."""
     eos_id: int
     """Token that ends a document or an answer."""
     begin_ids: tuple[int, ...]
-    """Tokens that the tokenizer puts before a text; may be empty even if there is a bos."""
+    """Tokens that the tokenizer puts before a text; may be empty even if it has a `bos_id`."""
     named: Mapping[str, str]
     """Role, such as `eos_token` -> text of the special token, for chat templates."""
     pad_id: int
-    """Token that fills rows; `eos_id` if the tokenizer has none, which is safe because padding has weight 0."""
+    """Token that pads rows; `eos_id` if the tokenizer has none, which is safe because padding has weight 0."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Encodes the text without bos and eos."""
+        """Encodes a text, without bos and eos."""
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
-        """Encodes many texts like `encode`, with any number of threads."""
+        """Encodes many texts like `encode`, in parallel."""
 
     @abstractmethod
     def special_tokens(self) -> frozenset[str]:
@@ -101,14 +101,14 @@ class Tokenizer(ABC):
         """Encodes a text with the position of each id.
 
         Args:
-            special_tokens: Whether the text of a control token becomes that token, as authors of chat templates expect.
+            special_tokens: Whether the text of a control token becomes that token, as chat templates need.
 
         Raises:
-            DataError: This kind of tokenizer has no positions.
+            DataError: This kind of tokenizer cannot convert text to control tokens.
         """
 
     def encodes_like(self, other: Tokenizer) -> bool:
-        """Says whether another tokenizer gives the same ids for every text, including special tokens."""
+        """Returns whether another tokenizer gives the same ids for every text, including special tokens."""
         return self.fingerprint == other.fingerprint
 
     @abstractmethod
@@ -128,16 +128,16 @@ class SentencePieceTokenizer(Tokenizer):
         content = _content(path)
         try:
             if not content:
-                raise RuntimeError("it is empty")  # the library would accept it as a model without tokens
+                raise RuntimeError("it is empty")  # which the library accepts as a model without tokens
             self._model = SentencePieceProcessor(model_proto=content)
         except (OSError, RuntimeError) as fault:
             raise DataError(
-                f"{path} is not a sentencepiece model ({_one_line(fault)}); give a .model file that sentencepiece wrote"
+                f"{path} is not a sentencepiece model ({_one_line(fault)}); name a .model file from sentencepiece"
             ) from fault
         self.path, self.fingerprint = path, hashlib.sha256(content).hexdigest()
         self.vocab_size = int(self._model.vocab_size())
         if self._model.eos_id() < 0:
-            raise DataError(f"{path} has no end-of-sentence token; train the model with an eos_id of 0 or more")
+            raise DataError(f"{path} has no end-of-sentence token; use a model that was trained with eos_id >= 0")
         self.eos_id = int(self._model.eos_id())
         self.bos_id = int(self._model.bos_id()) if self._model.bos_id() >= 0 else None
         self.pad_id = int(self._model.pad_id()) if self._model.pad_id() >= 0 else self.eos_id
@@ -154,9 +154,9 @@ class SentencePieceTokenizer(Tokenizer):
         return frozenset(str(self._model.id_to_piece(id_)) for id_ in ids if self._model.is_control(id_))
 
     def encode_with_offsets(self, text: str, *, special_tokens: bool) -> EncodedText:
-        # the library has no such mode, and emulations differ in the spaces next to a control token
+        # the library has no such mode, and emulations add other spaces next to control tokens
         raise DataError(
-            f"{self.path} is a sentencepiece model, in which the text of a control token never becomes that token, as "
+            f"{self.path} is a sentencepiece model, which cannot convert the text of a control token to that token, as "
             "chat templates and data.special_tokens_in_text need; save it as tokenizer.json with transformers, or set "
             "data.chat_template=plain"
         )
@@ -170,9 +170,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 @final
 class HuggingFaceTokenizer(Tokenizer):
-    """Tokenizer that transformers makes of a folder with `tokenizer.json`, or with `vocab.json` and `merges.txt`.
+    """Tokenizer that transformers builds from a folder with `tokenizer.json`, or with `vocab.json` and `merges.txt`.
 
-    It may differ from tokenizer.json alone: see `mtrain.hf.tokenizer`.
+    It may differ from tokenizer.json alone; see `mtrain.hf.tokenizer.classes`.
     """
 
     def __init__(self, path: Path, added: AddedTokens = NO_TOKENS) -> None:
@@ -182,8 +182,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model, self.named, fresh = self._built(path, files)
         for role in [role for role in ("bos_token", "eos_token") if role in fresh]:
             raise DataError(
-                f"{path.with_name(_HF_SETTINGS)} names {reprlib.repr(self.named[role])} as {role}, which {path} does "
-                "not hold; take both files from the same tokenizer"
+                f"{path.with_name(_HF_SETTINGS)} names {reprlib.repr(self.named[role])} as {role}, but {path} does "
+                "not have this token; use two files of the same tokenizer"
             )
         self.added = added
         self._add(path, added)
@@ -193,19 +193,17 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         eos = self._id("eos_token")
         if eos is None:
-            raise DataError(
-                f"{path} has no end-of-document token; name it as eos_token in {path.with_name(_HF_SETTINGS)}"
-            )
+            raise DataError(f"{path} has no end-of-document token; set eos_token in {path.with_name(_HF_SETTINGS)}")
         pad = self._id("pad_token")
         self.eos_id, self.bos_id = eos, self._id("bos_token")
         self.pad_id = eos if pad is None else pad
-        found = self._of_text(lambda: self._model.encode("a"))
-        first = next((place for place, is_added in enumerate(found.special_tokens_mask) if not is_added), None)
-        self.begin_ids = tuple(found.ids[:first]) if first is not None else ()
-        # a byte-level post-processor removes spaces from offsets, and without added tokens none does anything else
+        encoding = self._of_text(lambda: self._model.encode("a"))
+        first = next((index for index, is_added in enumerate(encoding.special_tokens_mask) if not is_added), None)
+        self.begin_ids = tuple(encoding.ids[:first]) if first is not None else ()
+        # a byte-level post-processor would only remove spaces from offsets, since `encode` adds no tokens
         self._model.post_processor = _NO_POST_PROCESSOR
         self.fingerprint = hashlib.sha256(content).hexdigest()
-        if path.name == VOCABULARY_NAME or self._is_changed(content):  # else the file's own, as in runs of 0.1.0
+        if path.name == VOCABULARY_NAME or self._is_changed(content):  # else as in runs of 0.1.0
             self.fingerprint = hashlib.sha256(self._model.to_str().encode()).hexdigest()
 
     @staticmethod
@@ -223,10 +221,10 @@ class HuggingFaceTokenizer(Tokenizer):
             has_file = HF_TOKENIZER_FILE in files
             return _called(lambda: build_tokenizer(path.parent, read, load, has_file), f"{path} is damaged", _SOURCE)
         except NotReadError as fault:
-            raise DataError(f"tokenizer {path.parent} is not read: {fault}; {_WAY_OUT}") from None
+            raise DataError(f"tokenizer {path.parent} is not supported: {fault}; {_WAY_OUT}") from None
 
     def _add(self, path: Path, added: AddedTokens) -> None:
-        """Adds tokens as transformers' add_tokens does, except existing ones."""
+        """Adds tokens like transformers' add_tokens, but refuses existing ones."""
         first, texts = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1, sum(added, ())
         for number, text in enumerate(texts):
             if not text or text in texts[:number]:
@@ -244,15 +242,15 @@ class HuggingFaceTokenizer(Tokenizer):
         for id_, text in enumerate(texts, first):
             if self._model.token_to_id(text) != id_:
                 raise DataError(
-                    f"{path} has no place for {text!r} at the end of its vocabulary, whose ids have gaps; {_WAY_OUT}"
+                    f"{path} cannot append {text!r} to its vocabulary, because its ids have gaps; {_WAY_OUT}"
                 )
 
     def _id(self, role: str) -> int | None:
-        found = self._model.token_to_id(self.named[role]) if role in self.named else None
-        return None if found is None else int(found)
+        id_ = self._model.token_to_id(self.named[role]) if role in self.named else None
+        return None if id_ is None else int(id_)
 
     def _is_changed(self, content: bytes) -> bool:
-        """Says whether transformers makes another tokenizer of the folder than of tokenizer.json alone."""
+        """Returns whether transformers builds another tokenizer from the folder than from tokenizer.json alone."""
         alone = _hugging_face_model(self.path, content)
         alone.post_processor = _NO_POST_PROCESSOR
         return bool(alone.to_str() != self._model.to_str())
@@ -261,31 +259,31 @@ class HuggingFaceTokenizer(Tokenizer):
         return list(self._of_text(lambda: self._model.encode(text, add_special_tokens=False)).ids)
 
     def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
-        """Encodes many texts; more than one thread means as many as RAYON_NUM_THREADS allows."""
-        # a batch uses all threads unless this variable says otherwise, which the library reads at each call
+        """Encodes many texts; `num_threads` above 1 means as many threads as RAYON_NUM_THREADS allows."""
+        # a batch uses all threads unless this variable, which the library reads at each call, is false
         if num_threads == 1 and os.environ.get(PARALLELISM) != "false":
             return [self.encode(text) for text in texts]
-        # fast: without the offsets, which are not needed here
-        found = self._of_text(lambda: self._model.encode_batch_fast(list(texts), add_special_tokens=False))
-        return [one.ids for one in found]
+        # the fast variant computes no offsets
+        encodings = self._of_text(lambda: self._model.encode_batch_fast(list(texts), add_special_tokens=False))
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._of_text(lambda: self._model.decode([int(id_) for id_ in ids], skip_special_tokens=True)))
 
     def name(self, id_: int) -> str:
-        found = self._model.id_to_token(id_)
-        return str(id_) if found is None else str(found)
+        token = self._model.id_to_token(id_)
+        return str(id_) if token is None else str(token)
 
     def special_tokens(self) -> frozenset[str]:
         return frozenset(token.content for token in self._model.get_added_tokens_decoder().values() if token.special)
 
     def encode_with_offsets(self, text: str, *, special_tokens: bool) -> EncodedText:
         if special_tokens and self._model_with_special_tokens is None:
-            # a second model, as the mode belongs to the whole model and other threads use the first
+            # a second model, because the mode belongs to a whole model, and other threads use the first one
             self._model_with_special_tokens = type(self._model).from_str(self._model.to_str())
         model = self._model_with_special_tokens if special_tokens else self._model
-        found = self._of_text(lambda: model.encode(text, add_special_tokens=False))
-        return EncodedText(list(found.ids), list(found.offsets))
+        encoding = self._of_text(lambda: model.encode(text, add_special_tokens=False))
+        return EncodedText(list(encoding.ids), list(encoding.offsets))
 
     def encodes_like(self, other: Tokenizer) -> bool:
         if not isinstance(other, HuggingFaceTokenizer):
@@ -301,32 +299,32 @@ class HuggingFaceTokenizer(Tokenizer):
         return str(self._model.to_str())
 
     def _of_text(self, call: Callable[[], Any]) -> Any:
-        return _called(call, f"{self.path} fails on a text", "take the file from its source again")
+        return _called(call, f"{self.path} cannot encode or decode", "download the file again")
 
 
 def load_tokenizer(path: str | Path, added: AddedTokens = NO_TOKENS) -> Tokenizer:
     """Opens a tokenizer; downloads nothing and runs no code from the files.
 
     Args:
-        path: A sentencepiece `.model`, a `tokenizer.json`, or a directory with one of them; `tokenizer.json` is
-            preferred.
+        path: A sentencepiece `.model`, a `tokenizer.json`, or a directory with one of them, which prefers
+            `tokenizer.json`.
 
     Raises:
-        DataError: The tokenizer is missing, damaged, or has no end-of-document token.
+        DataError: The tokenizer is missing, damaged, not supported, or has no end-of-document token.
     """
     file = tokenizer_file(path)
     if any(added) and file.name != HF_TOKENIZER_FILE:
-        raise DataError(f"{file} is no tokenizer.json, but model.add_tokens needs one; {_WAY_OUT}")
+        raise DataError(f"{file} is not a tokenizer.json, which model.add_tokens needs; {_WAY_OUT}")
     if file.suffix == ".json":
         return HuggingFaceTokenizer(file, added)
     if file.suffix == ".model":
         return SentencePieceTokenizer(file)
-    raise DataError(f"{file} is neither a sentencepiece .model nor a tokenizer.json; give one of the two")
+    raise DataError(f"{file} is neither a sentencepiece .model nor a tokenizer.json; name one of the two")
 
 
 def tokenizer_of(config: Sections) -> Tokenizer:
     """Opens `data.tokenizer` with the tokens that the run adds."""
-    assert config.data.tokenizer is not None, "asked of runs with a tokenizer"
+    assert config.data.tokenizer is not None, "called only for runs with a tokenizer"
     return load_tokenizer(config.data.tokenizer, added_by(config.model))
 
 
@@ -336,15 +334,15 @@ def added_by(model: ModelSection) -> AddedTokens:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Compares a tokenizer with the vocabulary size of the model.
+    """Checks that the model has embeddings for the tokens that every sample contains.
 
-    The tokenizer may have more tokens than the model has embeddings: some of Gemma 3 have one only for images. An id
-    beyond the table is refused in samples that contain it.
+    The tokenizer may have more tokens than the model has embeddings: some Gemma 3 models have one only for images.
+    Reading the data refuses samples that contain other ids beyond the table.
 
     Raises:
         DataError: A token that every sample contains is beyond the table.
     """
-    # an id beyond the embedding would be an index error on a device, steps later
+    # an id beyond the table would be an index error on a device, steps later
     highest = max(tokenizer.eos_id, *tokenizer.begin_ids, 0)
     if highest >= vocab_size:
         raise DataError(
@@ -358,7 +356,7 @@ def _hugging_face_model(path: Path, content: bytes) -> Any:
     model = _called(
         lambda: Model.from_buffer(content),
         f"{path} is not a tokenizer.json",
-        "give one that the `tokenizers` library wrote",
+        "name one from the `tokenizers` library",
     )
     model.no_padding()
     model.no_truncation()
@@ -366,11 +364,11 @@ def _hugging_face_model(path: Path, content: bytes) -> Any:
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """Finds the file of a tokenizer by its path or its directory."""
+    """Finds a tokenizer's file from its path or its directory."""
     path = Path(path)
     if not path.exists():
         raise DataError(
-            f"tokenizer {path} does not exist; give a .model file, a tokenizer.json or their directory"
+            f"tokenizer {path} does not exist; name a .model file, a tokenizer.json or their directory"
             f"{how_to_download(str(path))}"
         )
     if not path.is_dir():
@@ -382,13 +380,13 @@ def tokenizer_file(path: str | Path) -> Path:
     models = sorted(path.glob("*.model"))
     if models and any((path / name).is_file() for name in (_HF_SETTINGS, _HF_CONFIG)):
         raise DataError(
-            f"tokenizer {path} is not read: it has {models[0].name} and no tokenizer.json, and transformers makes "
-            f"other tokens of that than sentencepiece; {_WAY_OUT}, or name the .model file itself to take "
-            "sentencepiece's tokens"
+            f"tokenizer {path} is not supported: it has {models[0].name} and no tokenizer.json, and transformers "
+            f"encodes text with that file differently than sentencepiece; {_WAY_OUT}, or name the .model file itself "
+            "to use sentencepiece's tokens"
         )
     if len(models) != 1:
         raise DataError(
-            f"directory {path} holds no tokenizer.json and {len(models)} .model files, but one tokenizer is needed; "
+            f"directory {path} has no tokenizer.json and {len(models)} .model files, but one tokenizer is needed; "
             "name the file itself"
         )
     return models[0]
@@ -407,25 +405,25 @@ def _called(call: Callable[[], Result], what: str, change: str) -> Result:
     except (DataError, NotReadError):
         raise
     except BaseException as fault:
-        if isinstance(fault, Exception) or type(fault).__name__ == _PANIC:  # plain Exception for every kind of fault
+        if isinstance(fault, Exception) or type(fault).__name__ == _PANIC:  # the library raises plain Exceptions
             raise DataError(f"{what} ({_one_line(fault)}); {change}") from fault
         raise
 
 
 def _check_prefix(path: Path, content: bytes) -> None:
-    """Refuses merges without the prefix: the library cuts it off each second part unchecked, and may end the
-    process."""
+    """Refuses merges that lack the prefix, since the library strips it from each second part unchecked, and may
+    crash."""
     if not _HAS_PREFIX.search(content):
         return
     try:
         model = parsed_json(content)["model"]
         prefix, merges = model["continuing_subword_prefix"], model.get("merges", ())
         pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
-        is_there = all(second.startswith(prefix) for _, second in pairs)
+        has_prefix = all(second.startswith(prefix) for _, second in pairs)
     except (ValueError, KeyError, TypeError, AttributeError) as fault:
         raise DataError(f"{path} is not a tokenizer.json ({_one_line(fault)}); correct it") from fault
-    if not is_there:
-        raise DataError(f"{path} has merges without their prefix {prefix[:20]!r}; take the file from its source again")
+    if not has_prefix:
+        raise DataError(f"{path} has merges without their prefix {prefix[:20]!r}; download the file again")
 
 
 def _one_line(fault: BaseException) -> str:

@@ -149,21 +149,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "file with two digests": (_change(files={"a": {**FACTS, "blake3": "0" * 64}}), "and not both"),
     "unknown format": (_change(format=5), "cannot be understood: format"),
     "no files": (_change(files={}), "cannot be understood: files"),
-    "file outside": (_change(files={"../x": FACTS}), "does not lie inside"),
-    "file elsewhere": (_change(files={"/etc/passwd": FACTS}), "does not lie inside"),
-    "file with NUL": (_change(files={"a\0b": FACTS}), "does not lie inside"),
+    "file outside": (_change(files={"../x": FACTS}), "is not inside"),
+    "file elsewhere": (_change(files={"/etc/passwd": FACTS}), "is not inside"),
+    "file with NUL": (_change(files={"a\0b": FACTS}), "is not inside"),
     "file of a long name": (_change(files={LONG: FACTS}), "xxx is missing"),
-    "another step": (_change(step=21), "holds step 21"),
+    "another step": (_change(step=21), "contains step 21"),
     "huge step": (_change(step=10**30), "cannot be understood: step"),
     "empty folder": (_empty, "has no mtrain.json"),
-    "one bit": (_edit(b'"step": 20', b'"step": 24'), "was changed after it was written"),
-    "a word": (_edit(b'"dataset": null', b'"dataset": "x"'), "was changed after it was written"),
+    "one bit": (_edit(b'"step": 20', b'"step": 24'), "has changed since it was written"),
+    "a word": (_edit(b'"dataset": null', b'"dataset": "x"'), "has changed since it was written"),
     "no seal": (_edit(b',\n "sha256": "', b',\n "sha257": "'), "cannot be understood"),
     "seal cut off": (
         lambda folder: (folder / "mtrain.json").write_bytes((folder / "mtrain.json").read_bytes()[:-82] + b"\n}\n"),
-        "the SHA-256 of itself, is damaged",
+        "its own SHA-256, is damaged",
     ),
-    "format of 0.1.0 with a seal": (_edit(b'"format": 4', b'"format": 2'), "was changed after it was written"),
+    "format of 0.1.0 with a seal": (_edit(b'"format": 4', b'"format": 2'), "has changed since it was written"),
 }
 INSTEAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "link to the manifest": (_instead("mtrain.json", _link), "mtrain.json is not a manifest: it is a link"),
@@ -178,11 +178,11 @@ INSTEAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "link to a folder": (_instead("extra", _link), "extra is a link"),
 }
 UNVERIFIED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "file more": (lambda folder: (folder / "__1_0.distcp").touch(), "__1_0.distcp is not named in mtrain.json"),
-    "file more below": (lambda folder: (folder / "extra" / "x").touch(), "x is not named in mtrain.json"),
+    "file more": (lambda folder: (folder / "__1_0.distcp").touch(), "__1_0.distcp is not listed in mtrain.json"),
+    "file more below": (lambda folder: (folder / "extra" / "x").touch(), "x is not listed in mtrain.json"),
     "one file named": (
         _change(files={"common.pt": {"size_bytes": 6, "sha256": hashlib.sha256(b"common").hexdigest()}}),
-        "is not named in mtrain.json, so it cannot be verified",
+        "is not listed in mtrain.json, so it cannot be verified",
     ),
 }
 
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_turned_out_to_be_unusable_is_passed_over_loudly(tmp_p
     bad = save(tmp_path, 20)
     newest = newest_good(tmp_path, {20: "a bit is wrong"})
     assert newest.entry is not None
-    assert (newest.entry.step, newest.warnings) == (10, ("checkpoint of step 20 is passed over: a bit is wrong",))
+    assert (newest.entry.step, newest.warnings) == (10, ("the checkpoint of step 20 is skipped: a bit is wrong",))
     with refuses(DataError):
         checkpoint_at(bad.path, {20: "a bit is wrong"})
     set_aside(tmp_path, 20)

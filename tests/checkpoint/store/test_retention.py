@@ -156,11 +156,11 @@ def test_a_run_deletes_when_what_it_published_or_resumed_from_is_confirmed(tmp_p
 
 
 def test_the_way_back_names_what_to_do(tmp_path: Path) -> None:
-    assert way_back(tmp_path, 7) == "there is no good checkpoint to go back to"
+    assert way_back(tmp_path, 7) == "no good checkpoint is left to go back to"
     first, second, third = (save(tmp_path, step).path for step in (10, 20, 30))
     assert way_back(tmp_path, 30) == f"go back to step 30: the next start resumes from {third}"
     damage(tmp_path, 30)
     assert way_back(tmp_path, 30) == f"go back to step 20: the next start resumes from {second}"
     assert way_back(tmp_path, 19).startswith(f"go back to step 10 ({first}): move {second} away")
-    none = f"there is no good checkpoint to go back to: {first}, {second} was not followed by a finite loss"
+    none = f"no good checkpoint is left to go back to: no finite loss followed {first}, {second}"
     assert way_back(tmp_path, 9) == none

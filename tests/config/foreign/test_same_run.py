@@ -136,7 +136,7 @@ def configuration(found: Translation) -> Config:
     """Returns the configuration that the written file is, with a small model in place of the one that it names."""
     read = yaml.safe_load("\n".join(found.checked(resolved).lines()))
     assert set(found.missing) <= {
-        "model.hf=M holds no config.json; name a folder of Hugging Face with config.json and *.safetensors",
+        "model.hf=M has no config.json; name a Hugging Face folder with config.json and *.safetensors",
         "train.num_steps: no value is given; set it, or num_epochs",
     }
     if read["model"].pop("hf", None):

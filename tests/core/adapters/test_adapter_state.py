@@ -59,7 +59,7 @@ def test_adapters_move_between_layouts_without_their_base(
     for rank in loaded:
         changed, whole = rank.refusals
         assert "is not the one that the adapters" in changed
-        assert "holds only adapters" in whole
+        assert "contains only adapters" in whole
     assert notice.exit_code == 3
 
 

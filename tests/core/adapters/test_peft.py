@@ -458,5 +458,5 @@ def test_another_adapter_than_the_runs_is_refused_by_name(tmp_path: Path, notice
     (folder / "adapter_config.json").write_text(json.dumps(content | {"rank_pattern": {r"layers\.1\..*": 2}}))
     assert "r=2 of model.layers.1.self_attn.q_proj, but adapter.rank=4" in refusal(plain)
     (folder / "adapter_config.json").write_text(json.dumps(content | {"layers_to_transform": [1]}))
-    assert "layers_to_transform=[1], which has no form here" in refusal(plain)
+    assert "layers_to_transform=[1], which mtrain does not support" in refusal(plain)
     assert notice.exit_code == 3

@@ -29,32 +29,32 @@ WHOLE = {"train.distributed_optimizer": False}
             Layout(dp=3),
             WHOLE,
             FC2,
-            "decoder.layers.0.mlp.linear_fc2.weight has other bits on rank 1 than on ranks 0, 2",
+            "decoder.layers.0.mlp.linear_fc2.weight has different bits on rank 1 than on ranks 0, 2",
         ),
         # a moment, over tp: below
         pytest.param(
             Layout(dp=2),
             WHOLE,
             MOMENT,
-            f"the optimizer's exp_avg_sq of {NORM} has other bits on each of ranks 0, 1",
+            f"the optimizer's exp_avg_sq of {NORM} has different bits on each of ranks 0, 1",
             marks=pytest.mark.nightly,
         ),
         pytest.param(  # replicas of cp are compared with those of dp
             Layout(cp=2),
             WHOLE,
             FC2,
-            "decoder.layers.0.mlp.linear_fc2.weight has other bits on each of ranks 0, 1",
+            "decoder.layers.0.mlp.linear_fc2.weight has different bits on each of ranks 0, 1",
             marks=pytest.mark.nightly,
         ),
         pytest.param(  # the norm's moment is below
-            Layout(tp=2), {}, NORM, f"{NORM} has other bits on each of ranks 0, 1", marks=pytest.mark.nightly
+            Layout(tp=2), {}, NORM, f"{NORM} has different bits on each of ranks 0, 1", marks=pytest.mark.nightly
         ),
-        (Layout(tp=2), {}, MOMENT, f"the optimizer's exp_avg_sq of {NORM} has other bits on each of ranks 0, 1"),
+        (Layout(tp=2), {}, MOMENT, f"the optimizer's exp_avg_sq of {NORM} has different bits on each of ranks 0, 1"),
         pytest.param(  # which ranks hold what: test_what_has_replicas_is_known_from_names_and_places
             Layout(dp=2, tp=2, ep=2),
             EXPERTS | {"train.precision": "bf16"},
             "decoder.layers.mlp.router.weight",
-            "decoder.layers.0.mlp.router.weight has other bits on rank 1 than on ranks 0, 2, 3",
+            "decoder.layers.0.mlp.router.weight has different bits on rank 1 than on ranks 0, 2, 3",
             marks=pytest.mark.nightly,
         ),
     ],
@@ -87,7 +87,7 @@ def test_what_a_save_would_hold_is_compared_first(pool: Pool, tmp_path: Path) ->
     config = configured(**{"run.dir": str(tmp_path), "checkpoint.interval_steps": 2, **small, **WHOLE})
     for ending in pool.run(numeric_fault_ranks.run, Layout(dp=2), config, f"flip rank=0 step=2 phase={FC2}:-1"):
         assert ending.exit_code == 4
-        assert "after step 2: decoder.layers.0.mlp.linear_fc2.weight has other bits" in ending.message
+        assert "after step 2: decoder.layers.0.mlp.linear_fc2.weight has different bits" in ending.message
     assert published_steps(tmp_path / "checkpoints") == []
 
 

@@ -100,7 +100,7 @@ def llama(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_does_not_fit_is_refused_by_name(pool: Pool, llama: Path) -> None:
     for changes, words in (
         ({"model__ffn_hidden_size": 40}, ["linear_fc1.weight has shape [2, 96, 32]", "[2, 80, 32]"]),
-        ({"model__tied_embeddings": True}, ["holds output_layer.weight, which the model does not have"]),
+        ({"model__tied_embeddings": True}, ["has output_layer.weight, which the model does not have"]),
         ({"model__qk_norm": True}, ["lacks", "self_attention.k_layernorm.weight, ", "which the model has"]),
         ({"model__vocab_size": 500}, ["embedding.word_embeddings.weight has shape [128, 32]"]),
     ):

@@ -265,7 +265,7 @@ def test_random_states_on_another_layout_follow_from_seed_and_step(pool: Pool, t
 
 REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model.num_layers": 2}, ["decoder.layers.mlp.linear_fc1.weight has shape [4, 96, 32]", "[2, 96, 32]"]),
-    ({"model.qk_norm": False}, ["holds", "decoder.layers.self_attention.q_layernorm.weight"]),
+    ({"model.qk_norm": False}, ["does not have", "decoder.layers.self_attention.q_layernorm.weight"]),
     ({"model.linear_bias": True}, ["lacks", "decoder.layers.mlp.linear_fc1.bias"]),
     ({"model.tied_embeddings": False}, ["lacks", "output_layer.weight"]),
     ({"model.vocab_size": 58}, ["vocabulary of 57", "model.vocab_size is 58"]),
@@ -353,7 +353,7 @@ def test_nothing_of_a_checkpoint_runs_as_code(pool: Pool, half: Any, tmp_path: P
         refused, unread, ignored = pool.run(ranks.load_errors, Layout(), cases)[0]
     assert refused[0] == unread[0] == "DataError"
     assert notice.exit_code == DataError.exit_code
-    assert "posix.mkdir, which is refused" in refused[1]
+    assert "posix.mkdir, which is not allowed" in refused[1]
     assert ignored == ("nothing", "")
     assert not (tmp_path / "ran").exists()
 

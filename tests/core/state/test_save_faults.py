@@ -199,7 +199,7 @@ def test_a_hanging_writer_holds_up_neither_training_nor_the_message(pool: Pool, 
         assert ending.seconds < 600
     first, second = endings[0].warnings
     assert "no checkpoint of step 2: rank 1: not finished within checkpoint.save_timeout_s=5" in first
-    assert "no checkpoint of step 4: rank 1: the disk still holds the writer of an earlier checkpoint" in second
+    assert "no checkpoint of step 4: rank 1: the writer of an earlier checkpoint still waits for the disk" in second
     assert newest_whole(saved).step == BEFORE
 
 
@@ -257,7 +257,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_loudly(pool: Pool, sav
         assert taken == BEFORE
         for line, step, (_, why) in zip(warnings, reversed(steps), reversed(DAMAGES.values()), strict=True):
             assert why in line
-            assert f"step {step} is passed over" in line
+            assert f"step {step} is skipped" in line
     _flip(saved / step_name(BEFORE) / "training_state.json")
     for _, _, (kind, text) in pool.run(ranks.resume_or_initialize, Layout(tp=2), small(), saved):
         assert kind == "DataError"

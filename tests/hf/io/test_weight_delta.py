@@ -236,7 +236,7 @@ def test_parts_come_through_a_group_and_a_refusal_leaves_it_usable() -> None:
         return found.result(ENOUGH_S)
 
     assert through(syncs[0]) == list(weights[0])
-    with pytest.raises(DataError, match="sync 2 of this sender comes next"):
+    with pytest.raises(DataError, match="sync 2 of this sender is next"):
         through(syncs[2])
     assert through(syncs[1]) == ["much", "little"]
     assert through([]) == []

@@ -176,7 +176,7 @@ def test_a_refusal_names_the_file(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": "32"}))
     with pytest.raises(DataError) as refused:
         configured(tmp_path)
-    assert str(refused.value) == f"{path}: hidden_size='32' is a text, but an integer is needed; correct the file"
+    assert str(refused.value) == f"{path}: hidden_size='32' is a string, but an integer is needed; correct the file"
 
 
 def test_fields_that_nobody_knows_are_named(tmp_path: Path) -> None:
@@ -186,4 +186,4 @@ def test_fields_that_nobody_knows_are_named(tmp_path: Path) -> None:
     configured(tmp_path)
     checked = command("check", tmp_path / "run.yaml", "--world-size", 1)
     assert checked.returncode == 0, checked.stderr
-    assert "has fields that are unknown here, a_field_of_tomorrow" in checked.stdout
+    assert "has fields that mtrain does not know, a_field_of_tomorrow" in checked.stdout

@@ -16,7 +16,7 @@ import transformers
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, FAMILIES, INERT, family_of, fields_nobody_knows
+from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, FAMILIES, INERT, family_of, unknown_fields
 from tests.fault_table import Notice
 from tests.hf.folders import CONFIGS, TOWERS, class_of
 from tests.hf.folders import content_of as base
@@ -339,7 +339,7 @@ def test_every_field_of_transformers_is_in_the_tables(name: str) -> None:
 
 _GROWTH = {"factor": 4.0, "llama_4_scaling_beta": 0.1}
 FOREIGN: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: a llama model does not have that"),
+    ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported in a llama model"),
     ("llama", {"sliding_window": 128}, "sliding_window=128: a llama model does not have"),
     ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types="),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
@@ -361,7 +361,7 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron-h", {"layers_block_type": ["moe", "conv"]}, "layers_block_type=['moe', 'conv'] must list"),
     ("nemotron-h", {"hybrid_override_pattern": "MEM-M"}, "hybrid_override_pattern has 5 layers ('MEM-M')"),
     ("nemotron-h", {"hybrid_override_pattern": "ME*-X"}, "hybrid_override_pattern='ME*-X' must have a letter"),
-    ("nemotron-h", {"num_hidden_layers": 4}, "num_hidden_layers=4: they must say the same"),
+    ("nemotron-h", {"num_hidden_layers": 4}, "num_hidden_layers=4, which contradict each other"),
     ("nemotron-h", {"moe_latent_size": 8}, "moe_latent_size=8 is not supported"),
     ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not supported"),
     ("nemotron-h", {"use_bias": True}, "use_bias=True is not supported"),
@@ -370,15 +370,23 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron-h", {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
     ("qwen3-next", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
     ("gemma4", {"layer_types": ["full_attention"] * 3}, "layer_types without sliding_attention"),
-    ("gemma4", {"attention_k_eq_v": False}, "attention_k_eq_v=False is not supported"),
+    (
+        "gemma4",
+        {"attention_k_eq_v": False},
+        "attention_k_eq_v=False (value projections in wide layers) is not supported",
+    ),
     ("gemma4", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported"),
     ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 is not supported"),
     ("gemma4", {"enable_moe_block": True}, "num_experts is null, but an integer is needed"),
     ("gemma4-experts", {"top_k_experts": 1}, "top_k=1 with a softmax over the chosen experts"),
     ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
-    ("gemma4", {"per_layer_config": {"1": _WIDE}}, "per_layer_config must give the layers of full_attention, 2"),
+    (
+        "gemma4",
+        {"per_layer_config": {"1": _WIDE}},
+        "per_layer_config must have exactly the layers of full_attention, 2",
+    ),
     ("gemma4", {"per_layer_config": 3}, "per_layer_config=3"),
-    ("gemma4", {"global_head_dim": 64}, "per_layer_config says head_dim=32, but global_head_dim=64"),
+    ("gemma4", {"global_head_dim": 64}, "head_dim=32 in per_layer_config contradicts global_head_dim=64"),
     (
         "gemma4",
         {"rope_parameters": {"full_attention": _WINDOWED}},
@@ -403,19 +411,19 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("mistral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **_GROWTH}}, "llama_4_scaling_beta=0.1"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] must list 1, or 0"),
-    ("llama", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers=[1, 0, 1]: a llama model does not have that"),
+    ("llama", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers=[1, 0, 1] is not supported in a llama model"),
     ("deepseek", {"head_dim": 16}, "head_dim=16 contradicts qk_rope_head_dim=4"),
     ("deepseek", {"num_key_value_heads": 2}, "num_key_value_heads=2 contradicts num_attention_heads=4"),
-    ("gpt-oss", {"num_experts": 2}, "num_local_experts=3 and num_experts=2 are two names of one value"),
+    ("gpt-oss", {"num_experts": 2}, "num_local_experts=3 contradicts num_experts=2, its other name"),
     ("gpt-oss", {"is_causal": False}, "is_causal must be true"),
-    ("qwen3", {"rope_theta": 5.0}, "rope_parameters says rope_theta=1000000.0, but config.json says rope_theta=5.0"),
+    ("qwen3", {"rope_theta": 5.0}, "rope_parameters has rope_theta=1000000.0, but config.json has rope_theta=5.0"),
     (
         "llama",
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        "rope_parameters says rope_type='llama3', but rope_scaling says rope_type='linear'",
+        "rope_parameters has rope_type='llama3', but rope_scaling has rope_type='linear'",
     ),
-    ("gemma3", {"rope_theta": 5.0}, "rope_parameters says rope_theta=1000000.0, but config.json says rope_theta=5.0"),
-    ("gemma3", {"rope_local_base_freq": 5.0}, "says rope_theta=10000.0, but config.json says rope_theta=5.0"),
+    ("gemma3", {"rope_theta": 5.0}, "rope_parameters has rope_theta=1000000.0, but config.json has rope_theta=5.0"),
+    ("gemma3", {"rope_local_base_freq": 5.0}, "has rope_theta=10000.0, but config.json has rope_theta=5.0"),
     ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters must have full_attention and sliding_atten"),
 ]
 
@@ -448,19 +456,19 @@ def test_what_says_the_same_twice_is_read() -> None:
 
 
 TYPES: list[tuple[dict[str, Any], str]] = [
-    ({"hidden_size": "64"}, "hidden_size='64' is a text, but an integer is needed"),
+    ({"hidden_size": "64"}, "hidden_size='64' is a string, but an integer is needed"),
     ({"num_hidden_layers": True}, "num_hidden_layers=True is true or false, but an integer is needed"),
     ({"vocab_size": 57.0}, "vocab_size=57.0 is a number, but an integer is needed"),
-    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' is a text, but a number is needed"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' is a string, but a number is needed"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is a number, but a number is needed"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 is an integer, but true or false is needed"),
-    ({"attention_bias": "false"}, "attention_bias='false' is a text, but true or false is needed"),
+    ({"attention_bias": "false"}, "attention_bias='false' is a string, but true or false is needed"),
     ({"num_attention_heads": None}, "num_attention_heads is null, but an integer is needed"),
     ({"head_dim": [16]}, "head_dim=[16] is a list, but an integer is needed"),
-    ({"rope_parameters": "default"}, "rope_parameters='default' is a text, but an object is needed"),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "rope_theta='1e4' is a text, but a number"),
+    ({"rope_parameters": "default"}, "rope_parameters='default' is a string, but an object is needed"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "rope_theta='1e4' is a string, but a number"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": True}}, "factor=True is true or false"),
-    ({"rope_parameters": {"rope_type": ["linear"], "rope_theta": 1.0}}, "rope_type=['linear'] is a list, but a text"),
+    ({"rope_parameters": {"rope_type": ["linear"], "rope_theta": 1.0}}, "rope_type=['linear'] is a list, but a string"),
     (
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 0}},
         "rope.original_max_positions: input should be greater than 0",
@@ -488,4 +496,4 @@ def test_fields_of_tomorrow_are_kept_and_named() -> None:
     config = base("llama") | {"a_field_of_tomorrow": {"x": 1}, "another": None, "use_mrope": False}
     family = family_of(config)
     assert family.config(family.model(config), config) == config
-    assert fields_nobody_knows(config) == ["a_field_of_tomorrow"]
+    assert unknown_fields(config) == ["a_field_of_tomorrow"]

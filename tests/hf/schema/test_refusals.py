@@ -172,7 +172,7 @@ def test_weights_that_are_linked_one_by_one_are_read(good: Path, tmp_path: Path)
     assert verify_hf(tmp_path / "out", good, num_workers=1).num_tensors == 30
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to(good / "config.json")
-    with refuses(DataError, "config.json", "copy the file itself"):
+    with refuses(DataError, "config.json", "copy the file into it"):
         import_hf(folder, tmp_path / "other", None, num_workers=1)
 
 

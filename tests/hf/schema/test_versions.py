@@ -202,19 +202,19 @@ OLD_OLMO = {**OLD_LLAMA, "model_type": "olmo3", "num_hidden_layers": 4, "rope_th
 DISPUTED: dict[str, tuple[dict[str, Any], str]] = {
     "two scalings, one with more": (
         {**OLD_LLAMA, "rope_parameters": {"rope_theta": 1e4, **YARN, "beta_fast": 16.0}, "rope_scaling": YARN},
-        "rope_scaling says beta_fast=None, but rope_parameters says beta_fast=16.0",
+        "rope_scaling has beta_fast=None, but rope_parameters has beta_fast=16.0",
     ),
     "a base that one version leaves unread": (
         {**OLD_LLAMA, "rope_parameters": {"rope_theta": 1e6, **YARN}, "rope_scaling": YARN},
-        "rope_parameters says rope_theta=1000000.0, but rope_scaling says rope_theta=10000.0",
+        "rope_parameters has rope_theta=1000000.0, but rope_scaling has rope_theta=10000.0",
     ),
     "a base inside of rope_scaling": (
         {**OLD_LLAMA, "rope_scaling": {**YARN, "rope_theta": 1e6}},
-        "rope_scaling says rope_theta=1000000.0, but config.json says rope_theta=10000.0",
+        "rope_scaling has rope_theta=1000000.0, but config.json has rope_theta=10000.0",
     ),
     "two names of the type": (
         {**OLD_LLAMA, "rope_scaling": {**YARN, "type": "linear"}},
-        "the newer name says rope_type='yarn', but the older name `type` says rope_type='linear'",
+        "the newer name has rope_type='yarn', but the older name `type` has rope_type='linear'",
     ),
     "an original length outside of rope_scaling": (
         {
@@ -222,20 +222,20 @@ DISPUTED: dict[str, tuple[dict[str, Any], str]] = {
             "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
             "original_max_position_embeddings": 32,
         },
-        "original_max_position_embeddings=128, but config.json says original_max_position_embeddings=32",
+        "original_max_position_embeddings=128, but config.json has original_max_position_embeddings=32",
     ),
     "truncation by kind of layer": (
         {**OLD_OLMO, "rope_scaling": {**YARN, "truncate": False}},
-        "truncate=False in rope_scaling counts in transformers 4 and is ignored by transformers 5",
+        "transformers 4 reads truncate=False in rope_scaling, but transformers 5",
     ),
     "no scaling where the family has one": (
         {**json.loads(CONFIGS["gpt-oss"]().to_json_string(use_diff=False)), "rope_parameters": None}
         | {"rope_theta": 150000.0, "rope_scaling": None},
-        "rope_scaling=None without rope_parameters is no scaling in transformers 4, and rope_type=yarn in transformers",
+        "rope_scaling=None without rope_parameters means no scaling in transformers 4, and rope_type=yarn in",
     ),
     "no base where the versions' defaults differ": (
         {name: value for name, value in OLD_OLMO.items() if name != "rope_theta"},
-        "neither rope_theta nor rope_parameters is given",
+        "rope_theta and rope_parameters are missing",
     ),
 }
 

@@ -185,7 +185,7 @@ def test_the_last_update_is_judged_before_it_is_saved(pool: Pool, tmp_path: Path
     for ending in endings:
         assert ending.exit_code == notice.exit_code
         assert "the weights that step 1, the last one, has left: the loss of term 'main' is nan" in ending.message
-        assert ending.message.endswith("there is no good checkpoint to go back to")
+        assert ending.message.endswith("no good checkpoint is left to go back to")
     assert whole(tmp_path) == []
 
 
@@ -214,7 +214,7 @@ def test_a_saved_nan_is_not_resumed_from(pool: Pool, tmp_path: Path, notice: Not
     with notice:
         (ending,) = pool.run(ranks.run, Layout(), config)
     assert (ending.exit_code, ending.message) == (0, "")
-    assert f"warning: checkpoint of step 3 is passed over: {NORM}[0] is nan" in ending.output
+    assert f"warning: the checkpoint of step 3 is skipped: {NORM}[0] is nan" in ending.output
     assert f"loading {tmp_path / 'checkpoints' / step_name(2)}" in ending.output
     assert len(list((tmp_path / "checkpoints").glob(".damaged-step_00000003-*"))) == 1
     assert whole(tmp_path) == [4, 5]

@@ -1,1 +1,1 @@
-"""Model families: the fields of config.json and the table of tensors of each."""
+"""Model families, each with its fields of config.json and its table of tensors."""

@@ -1,4 +1,4 @@
-"""Rules and fields of config.json that families share."""
+"""Rules for tensors and fields of config.json that families share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,50 +15,50 @@ from mtrain.hf.schema.values import needed_value, value_of
 WIDE, WINDOWED = "full_attention", "sliding_attention"
 BOTH_KINDS = f"config.json: rope_parameters must have {WIDE} and {WINDOWED} with an object each; correct the file"
 MAX_LISTED_LAYERS = 100_000
-"""Most layers for which lists are built; a mistyped number would fill the memory."""
+"""Limit on layers for which lists are built, because a mistyped number would fill the memory."""
 KEY, THEIRS = "decoder.layers.*.", "model.layers.{L}."
 
 
 def has_linear_bias(model: ModelSection, layer: int) -> bool:
-    """Says whether all projections have biases."""
+    """Returns whether all projections have biases."""
     return model.linear_bias
 
 
 def has_qk_norm(model: ModelSection, layer: int) -> bool:
-    """Says whether heads of queries and keys are normalised."""
+    """Returns whether heads of queries and keys are normalised."""
     return model.qk_norm and model.qk_norm_width == "head"
 
 
 def has_full_qk_norm(model: ModelSection, layer: int) -> bool:
-    """Says whether queries and keys are normalised over all heads."""
+    """Returns whether queries and keys are normalised over all heads."""
     return model.qk_norm and model.qk_norm_width == "full"
 
 
 def is_dense(model: ModelSection, layer: int) -> bool:
-    """Says whether the layer's feed-forward part is dense."""
+    """Returns whether the layer's feed-forward part is dense."""
     return not model.has_experts(layer)
 
 
 def has_experts(model: ModelSection, layer: int) -> bool:
-    """Says whether the layer's feed-forward part is a router and experts."""
+    """Returns whether the layer's feed-forward part is a router and experts."""
     return model.has_experts(layer)
 
 
 def has_shared_experts(model: ModelSection, layer: int) -> bool:
-    """Says whether the layer has shared experts, which every token passes."""
+    """Returns whether the layer has shared experts, which process every token."""
     return model.has_experts(layer) and model.experts is not None and model.experts.shared_ffn_hidden_size > 0
 
 
 def has_shared_gate(model: ModelSection, layer: int) -> bool:
-    """Says whether the layer's shared experts have a gate."""
+    """Returns whether the layer's shared experts have a gate."""
     return model.has_experts(layer) and model.experts is not None and model.experts.shared_gate
 
 
 def by_group(kind: str, last: str) -> tuple[TensorPattern, ...]:
-    """Returns tensors interleaved by query group: the rows of its queries, then of its key, then of its value."""
+    """Returns the tensors of queries, keys and values, which a checkpoint interleaves by query group."""
     return (
-        # megatron-core's linear_qkv is ordered by group (SelfAttention.get_query_key_value_tensors), so that tp cuts
-        # whole groups; Hugging Face has three tensors ordered by head.
+        # megatron-core's linear_qkv is ordered by group (SelfAttention.get_query_key_value_tensors), so that tp splits
+        # whole groups; Hugging Face has three tensors ordered by head
         TensorPattern(f"{THEIRS}self_attn.q_proj.{kind}", f"(G s d){last}", {"s": slice(0, -2)}),
         TensorPattern(f"{THEIRS}self_attn.k_proj.{kind}", f"(G d){last}", {"s": -2}),
         TensorPattern(f"{THEIRS}self_attn.v_proj.{kind}", f"(G d){last}", {"s": -1}),
@@ -66,20 +66,20 @@ def by_group(kind: str, last: str) -> tuple[TensorPattern, ...]:
 
 
 def gate_and_up(kind: str, last: str) -> tuple[TensorPattern, ...]:
-    """Returns the tensors of a gated projection: the gate's rows, then the other half's."""
+    """Returns the tensors of a dense gated projection, gate and up."""
     return halves(f"{THEIRS}mlp.gate_proj.{kind}", f"{THEIRS}mlp.up_proj.{kind}", f"f{last}")
 
 
 def halves(gate: str, up: str, axes: str) -> tuple[TensorPattern, ...]:
-    """Returns the two tensors of a gated projection."""
-    # linear_fc1 has the gate's rows first, and tp cuts both halves alike
+    """Returns the two tensors of a gated projection, which a checkpoint stacks."""
+    # linear_fc1 has the gate's rows first, and tp splits both halves alike
     return (TensorPattern(gate, axes, {"c": 0}), TensorPattern(up, axes, {"c": 1}))
 
 
 def experts(*modules: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, ...]:
-    """Builds the rules of experts; a checkpoint has one tensor with an axis of experts.
+    """Builds the rules of experts, which a checkpoint stacks along an axis.
 
-    The usual name of their module comes first; `up` is multiplied by `gate`, and `down` projects back.
+    `modules` begins with their module's usual name; `gate` gates `up`, and `down` projects back.
     """
     first: list[tuple[TensorPattern, ...]] = []
     second: list[tuple[TensorPattern, ...]] = []
@@ -87,19 +87,19 @@ def experts(*modules: str, gate: str = "gate_proj", up: str = "up_proj", down: s
         names = [f"{THEIRS}{module}.experts.{{E}}.{name}.weight" for name in (gate, up, down)]
         first.append(halves(names[0], names[1], "e h"))
         second.append((TensorPattern(names[2], "h e"),))
-    for module in modules:  # all experts of a layer in one tensor, as transformers 5 stores them
+    for module in modules:  # transformers 5 stores all experts of a layer in one tensor
         first.append((TensorPattern(f"{THEIRS}{module}.experts.gate_up_proj", "E (c e) h"),))
         second.append((TensorPattern(f"{THEIRS}{module}.experts.down_proj", "E h e"),))
     ours = f"{KEY}mlp.experts.experts.linear"
     return (
-        # the axis of experts is global: each expert-parallel rank reads its own stretch of it
-        Rule(f"{ours}_fc1.weight", "E (c e) h", first[0], has_experts, others=tuple(first[1:])),
-        Rule(f"{ours}_fc2.weight", "E h e", second[0], has_experts, others=tuple(second[1:])),
+        # each expert-parallel rank reads its part of the axis of experts
+        Rule(f"{ours}_fc1.weight", "E (c e) h", first[0], has_experts, alternatives=tuple(first[1:])),
+        Rule(f"{ours}_fc2.weight", "E h e", second[0], has_experts, alternatives=tuple(second[1:])),
     )
 
 
 def shared_experts(module: str = "mlp.shared_experts") -> tuple[Rule, ...]:
-    """Builds the rules of shared experts in `module`."""
+    """Builds the rules of the shared experts in `module`."""
     first = halves(f"{THEIRS}{module}.gate_proj.weight", f"{THEIRS}{module}.up_proj.weight", "t h")
     ours = "mlp.shared_experts.linear"
     return (
@@ -109,28 +109,28 @@ def shared_experts(module: str = "mlp.shared_experts") -> tuple[Rule, ...]:
 
 
 def router(*names: str) -> Rule:
-    """Builds the rule of the router's weights; the family's usual name comes first."""
+    """Builds the rule of the router's weight; `names` begins with the family's usual name."""
     parts = [(TensorPattern(THEIRS + name, "E h"),) for name in names]
-    return Rule(f"{KEY}mlp.router.weight", "E h", parts[0], has_experts, others=tuple(parts[1:]))
+    return Rule(f"{KEY}mlp.router.weight", "E h", parts[0], has_experts, alternatives=tuple(parts[1:]))
 
 
 def same(key: str, name: str, axes: str) -> Rule:
-    """Builds the rule of a tensor that is identical on both sides."""
+    """Builds the rule of a tensor that is the same on both sides, outside layers."""
     return Rule(key, axes, (TensorPattern(name, axes),))
 
 
 def in_layer(key: str, name: str, axes: str) -> Rule:
-    """Builds the rule of a layer's tensor that is identical on both sides."""
+    """Builds the rule of a layer's tensor that is the same on both sides."""
     return same(KEY + key, THEIRS + name, axes)
 
 
 def ahead(
     layer: tuple[Rule, ...], enorm: str, hnorm: str, eh_proj: str, norm: str, base: str = THEIRS
 ) -> tuple[Rule, ...]:
-    """Builds the rules of MTP depths, each with a whole layer, from those of layers.
+    """Builds the rules of MTP depths, each with a whole layer, from the rules of a layer.
 
-    The names are those of the norms of embeddings and hidden states, of the projection of both, and of the norm after
-    the layer; `base` begins the names in the layer.
+    Takes the names of the norms of embeddings and hidden states, of the projection of both, and of the norm after the
+    layer; `base` is the prefix of names in the layer.
     """
     depth = "mtp.layers.*."
 
@@ -139,7 +139,7 @@ def ahead(
 
     def inside(rule: Rule) -> Rule:
         key = rule.key.replace(KEY, f"{depth}transformer_layer.")
-        return replace(rule, key=key, parts=moved(rule.parts), others=tuple(map(moved, rule.others)))
+        return replace(rule, key=key, parts=moved(rule.parts), alternatives=tuple(map(moved, rule.alternatives)))
 
     return (
         same(f"{depth}enorm.weight", enorm, "h"),
@@ -157,10 +157,10 @@ VOCABULARY = (
     same("output_layer.weight", "score.weight", "n h").only(lambda model, layer: model.output.head_rows > 0),
 )
 NORMS = (
-    # norms have TransformerEngine's fused names with every backend, so a checkpoint does not depend on it
+    # norms have TransformerEngine's fused names with every backend, so that checkpoints do not depend on it
     in_layer("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "h"),
     in_layer("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", "h").only(is_dense),
-    # a router and all experts read the normed input, so the norm is not fused with one linear
+    # the router and all experts read the normed input, so the norm is not fused with a linear layer
     in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h").only(has_experts),
 )
 ATTENTION = (
@@ -185,7 +185,7 @@ ACTIVATION = (Required("hidden_act", "silu", "silu", ("swish",)), Constant("acti
 
 
 def common(norm_epsilon: float = 1e-6, tied: bool = False) -> tuple[Entry, ...]:
-    """Returns the fields of every family; the arguments are its defaults."""
+    """Returns the entries that every family has; the arguments are the family's defaults."""
     return (
         Field("num_hidden_layers", "num_layers"),
         Field("hidden_size", "hidden_size"),
@@ -200,24 +200,24 @@ def common(norm_epsilon: float = 1e-6, tied: bool = False) -> tuple[Entry, ...]:
 
 
 IsWide = Callable[[int], bool]
-"""Says whether a layer, counted from 1, has no window."""
+"""Returns whether a layer, counted from 1, has no window."""
 FIRST = "max_window_layers"
-"""Field with the number of first layers."""
+"""Field with the number of first layers that a rule treats differently."""
 
 
 @final
 @dataclass(frozen=True)
 class Windows(Entry):
-    """Layers with a sliding window: one word per layer, or a rule of the family."""
+    """Layers with a sliding window, from a list with a word per layer or from the family's rule."""
 
     default: int | None
-    """Tokens in a window if the file does not say."""
+    """Tokens in a window if the file has no number."""
     rule: Callable[[dict[str, Any]], IsWide] | None
-    """Rule for files that list no layers, by other fields; None: all layers, and the family reads no list."""
-    others: tuple[str, ...] = ()
-    """Fields of the rule that no other entry reads."""
+    """Rule for files that do not list layers; None if all layers have windows, and the family reads no list."""
+    rule_fields: tuple[str, ...] = ()
+    """Fields that the rule reads and no other entry does."""
     has_switch: bool = True
-    """Whether a window is switched on by another field."""
+    """Whether `use_sliding_window` switches windows on."""
     counts_first: bool = False
     """Whether other programs read the number of first layers without a window."""
 
@@ -226,11 +226,11 @@ class Windows(Entry):
     @property
     def names(self) -> tuple[str, ...]:
         switch = ("use_sliding_window",) if self.has_switch else ()
-        return (*switch, "sliding_window", *self.others, *(("layer_types",) if self.rule is not None else ()))
+        return (*switch, "sliding_window", *self.rule_fields, *(("layer_types",) if self.rule is not None else ()))
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         window = value_of(config, "sliding_window", int, self.default)
-        # a window that is switched off is still written in the files of these families
+        # files of these families have a window even if it is switched off
         if self.has_switch and not needed_value(config, "use_sliding_window", bool, False):
             window = None
         if self.rule is None:
@@ -245,7 +245,7 @@ class Windows(Entry):
         changes: dict[str, Any] = {"use_sliding_window": model.sliding_window is not None} if self.has_switch else {}
         changes["sliding_window"] = model.sliding_window
         kinds = kinds_of(model)
-        if self.counts_first:  # read where layer_types is missing, as in files of older programs
+        if self.counts_first:  # for programs that do not read layer_types
             changes[FIRST] = kinds.index(WINDOWED) if WINDOWED in kinds else model.num_layers
         if self.rule is not None:
             changes["layer_types"] = kinds
@@ -253,7 +253,7 @@ class Windows(Entry):
 
 
 def every_nth(number: int) -> Callable[[dict[str, Any]], IsWide]:
-    """Builds the rule by which every n-th layer has no window."""
+    """Returns the rule that every n-th layer has no window."""
     return lambda config: lambda layer: layer % number == 0
 
 
@@ -264,7 +264,7 @@ def _after_the_first(config: dict[str, Any]) -> IsWide:
 
 
 def alternating_first(config: dict[str, Any]) -> IsWide:
-    """Rule by which every other one of the first layers has a window, and none after them."""
+    """Returns a rule: every other one of the first layers has a window, and no later layer has one."""
     first = needed_value(config, FIRST, int, 28)
     return lambda layer: layer % 2 == 0 or layer > first
 
@@ -273,7 +273,7 @@ QWEN_WINDOWS = Windows(4096, _after_the_first, (FIRST,), counts_first=True)
 
 
 def kinds_of(model: ModelSection) -> list[str]:
-    """Returns `full_attention` or `sliding_attention` for each layer."""
+    """Returns `full_attention` or `sliding_attention` for each of a model's layers."""
     window, every = model.sliding_window, model.global_attention_every
     return [
         WIDE if window is None or (every is not None and layer % every == 0) else WINDOWED
@@ -282,19 +282,19 @@ def kinds_of(model: ModelSection) -> list[str]:
 
 
 def layer_kinds(config: dict[str, Any], is_wide: Callable[[int], bool]) -> list[str]:
-    """Reads `full_attention` or `sliding_attention` for each layer; `is_wide` says it if the file lists no layers."""
+    """Reads `full_attention` or `sliding_attention` for each layer; `is_wide` decides if the file lists no layers."""
     num_layers = needed_value(config, "num_hidden_layers", int)
     kinds = config.get("layer_types")
     if kinds is None:
-        # checked before the list is made; where the file lists the layers, its own length limits the number
+        # checked before the list is built; a list in the file limits the number by its length
         if num_layers > MAX_LISTED_LAYERS:
-            raise DataError(f"config.json: num_hidden_layers={num_layers} is more than any model has; correct the file")
+            raise DataError(f"config.json: num_hidden_layers={num_layers} is too large; correct the file")
         return [WIDE if is_wide(layer) else WINDOWED for layer in range(1, num_layers + 1)]
     return listed_kinds(kinds, num_layers, (WIDE, WINDOWED))
 
 
 def listed_kinds(kinds: object, num_layers: int, words: tuple[str, str]) -> list[str]:
-    """Returns the list in `layer_types`, which has one of two words for each layer."""
+    """Checks that `layer_types` has one of two words for each layer, and returns it."""
     if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in words for kind in kinds):
         raise DataError(
             f"config.json: layer_types must list {' or '.join(words)} for each of num_hidden_layers={num_layers} "
@@ -304,18 +304,20 @@ def listed_kinds(kinds: object, num_layers: int, words: tuple[str, str]) -> list
 
 
 def parameters_by_kind(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the rotary parameters of each kind of layer, or None without `rope_parameters`."""
-    given = config.get("rope_parameters")
-    if given is not None and not (isinstance(given, dict) and given.keys() <= {WIDE, WINDOWED}):
+    """Returns the rotary parameters by kind of layer; None without `rope_parameters`."""
+    parameters = config.get("rope_parameters")
+    if parameters is not None and not (isinstance(parameters, dict) and parameters.keys() <= {WIDE, WINDOWED}):
         raise DataError(BOTH_KINDS)
-    return given
+    return parameters
 
 
 def local_base(config: dict[str, Any], default: float) -> float:
-    """Reads the base of windowed layers from their own rotary parameters, which cannot be scaled."""
+    """Reads the rotary base of windowed layers, whose parameters must not be scaled."""
     local = read_rope(config, default)
     if local["scaling"] != "none":
-        raise DataError(f"config.json: rope_type={local['scaling']} of windowed layers must be default")
+        raise DataError(
+            f"config.json: rope_type={local['scaling']} is not supported in windowed layers, but default is needed"
+        )
     base: float = local["base"]
     return base
 
@@ -327,8 +329,8 @@ def written_by_kind(rope: RopeSection) -> dict[str, Any]:
 
 
 def windows(kinds: list[str], window: int | None, why_none: str = "sliding_window is null") -> dict[str, Any]:
-    """Returns our fields of windows for layers that are `full_attention` or `sliding_attention`; `why_none` says in a
-    message why there is no window."""
+    """Converts kinds of layers, `full_attention` or `sliding_attention`, to our fields of windows; `why_none` is the
+    reason, in a message, why `window` is None."""
     wide = [layer for layer, kind in enumerate(kinds, start=1) if kind == WIDE]
     if len(wide) == len(kinds):
         return {"sliding_window": None, "global_attention_every": None}
@@ -336,7 +338,7 @@ def windows(kinds: list[str], window: int | None, why_none: str = "sliding_windo
         raise DataError(f"config.json: layer_types lists {WINDOWED}, but {why_none}; correct the file")
     if not wide:
         return {"sliding_window": window, "global_attention_every": None}
-    # ours is one number, every n-th layer; model.* cannot express any other order
+    # model.* has one number, every n-th layer, and cannot express any other order
     if wide != list(range(wide[0], len(kinds) + 1, wide[0])) or wide[0] == 1:
         raise DataError(
             "config.json: layer_types must have a window in all layers, in none, or in all but every n-th; layers "

@@ -1,6 +1,6 @@
 """DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash: latent attention, shared and routed experts, MTP.
 
-GLM-4.5, 4.6 and 4.7: the same experts and MTP, with partly rotated heads.
+GLM-4.5, 4.6 and 4.7 have the same experts and MTP, and partly rotated heads.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from mtrain.hf.schema.tower import Tower, default_sizes
 from mtrain.hf.schema.values import needed_value, shown, value_of
 
 _SCORED = 2
-"""Best experts whose sum ranks a group."""
+"""Number of best experts whose scores rank a group."""
 _LATENT_EPSILON = 1e-6
 _TOP_K = "num_experts_per_tok"
 _ROTATED = ("mla.qk_rope_head_dim", 64)
@@ -47,8 +47,8 @@ _DEFAULTS: dict[str, tuple[Any, Any, Any]] = {
     "topk_group": (4, 1, 1),
     "routed_scaling_factor": (2.5, 1.8, 1.0),
 }
-"""Values of absent fields that differ between DeepSeek-V3, GLM-4.7-Flash and GLM-4.5."""
-_DEEPSEEK, _GLM_LITE, _GLM = ({name: values[place] for name, values in _DEFAULTS.items()} for place in range(3))
+"""Field -> its different defaults in DeepSeek-V3, GLM-4.7-Flash and GLM-4.5."""
+_DEEPSEEK, _GLM_LITE, _GLM = ({name: values[column] for name, values in _DEFAULTS.items()} for column in range(3))
 
 
 def _has_low_rank_queries(model: ModelSection, layer: int) -> bool:
@@ -58,30 +58,30 @@ def _has_low_rank_queries(model: ModelSection, layer: int) -> bool:
 @final
 @dataclass(frozen=True)
 class _SharedExperts(Entry):
-    """Number of shared experts, each as large as a routed one; ours is their total size."""
+    """Number of shared experts, each as large as a routed one; our field is their total size."""
 
     size: int
-    """Size of an expert if the file does not say."""
+    """Size of an expert if the file has none."""
 
     names = ("n_shared_experts", "moe_intermediate_size")
     part = "experts"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        number = value_of(config, "n_shared_experts", int, 1) or 0  # null: there are none
+        number = value_of(config, "n_shared_experts", int, 1) or 0  # null means none
         return {
             "experts.shared_ffn_hidden_size": number * needed_value(config, "moe_intermediate_size", int, self.size)
         }
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        together, one = lookup(model, "experts.shared_ffn_hidden_size"), lookup(model, "experts.ffn_hidden_size")
-        # a remainder is noticed when the file is read back (`config_of`)
-        return {"n_shared_experts": None if together is None else together // one}
+        total, expert_size = lookup(model, "experts.shared_ffn_hidden_size"), lookup(model, "experts.ffn_hidden_size")
+        # `config_of` notices a remainder when it reads the file back
+        return {"n_shared_experts": None if total is None else total // expert_size}
 
 
 @final
 @dataclass(frozen=True)
 class _DenseLayers(Entry):
-    """Number of dense layers before those with experts; like transformers, accepts numbers that leave no experts."""
+    """Number of dense layers before those with experts."""
 
     default: int
 
@@ -93,8 +93,8 @@ class _DenseLayers(Entry):
         layers = value_of(config, "num_hidden_layers", int, None)
         if layers is not None and number >= layers:
             raise DataError(
-                f"config.json: first_k_dense_replace={number} leaves none of num_hidden_layers={layers} layers with "
-                "experts, and a dense model of this family is not supported; at least one layer with experts is needed"
+                f"config.json: first_k_dense_replace={number} leaves no layer with experts among "
+                f"num_hidden_layers={layers}, but dense models of this family are not supported; lower it"
             )
         return {"experts.first_dense_layers": number}
 
@@ -107,7 +107,7 @@ _DENSE, _SPARSE = "dense", "sparse"
 
 @final
 class _ListedExperts(Entry):
-    """Layers with experts: one word per layer. Other programs read the number of dense layers before them."""
+    """Layers with experts, listed by a word per layer; other programs read the number of dense layers before them."""
 
     names = ("mlp_layer_types", "first_k_dense_replace", "num_hidden_layers")
     part = "experts"
@@ -116,8 +116,8 @@ class _ListedExperts(Entry):
         number = _num_dense(config.get("mlp_layer_types"), needed_value(config, "num_hidden_layers", int))
         if needed_value(config, "first_k_dense_replace", int, number) != number:
             raise DataError(
-                f"config.json: first_k_dense_replace={config['first_k_dense_replace']} contradicts mlp_layer_types, "
-                f"which transformers reads, with {number} dense layers; correct the file"
+                f"config.json: first_k_dense_replace={config['first_k_dense_replace']} contradicts mlp_layer_types "
+                f"with {number} dense layers, which transformers reads; correct the file"
             )
         return {"experts.first_dense_layers": number}
 
@@ -132,14 +132,14 @@ def _mlp_kinds(num_dense: int, num_layers: int) -> list[str]:
 
 
 def _num_dense(kinds: object, num_layers: int) -> int:
-    """Counts the dense layers, which come first: one if the file lists no layers."""
+    """Counts the dense layers, which come first; one if the file lists no layers."""
     number = kinds.count(_DENSE) if isinstance(kinds, list) else 1
-    # made of the list's own length: that of a mistyped number would fill the memory
+    # compares with a list of the same length, because a mistyped num_layers would fill the memory
     is_listed = isinstance(kinds, list) and len(kinds) == num_layers and kinds == _mlp_kinds(number, len(kinds))
     if number >= num_layers or not (kinds is None or is_listed):
         raise DataError(
-            f"config.json: mlp_layer_types={shown(kinds)} must list {_DENSE} for the first layers, if any, and "
-            f"{_SPARSE} for the others, at least one of num_hidden_layers={num_layers}; correct the file"
+            f"config.json: mlp_layer_types={shown(kinds)} must list {_DENSE} for any first layers, and {_SPARSE} for "
+            f"the others, at least one of num_hidden_layers={num_layers}; correct the file"
         )
     return number
 
@@ -149,21 +149,24 @@ def _num_dense(kinds: object, num_layers: int) -> int:
 class DividedScores(Entry):
     """Switch that divides the scores of chosen experts by their sum.
 
-    Ours are divided if several are chosen. transformers uses only norm_topk_prob, so a single one has weight 1.
+    We divide if several are chosen. transformers reads only norm_topk_prob, and then gives a single expert weight 1.
     """
 
     top_k: int
-    """Number of chosen experts if the file does not say."""
+    """Number of chosen experts if the file has none."""
 
     names = ("norm_topk_prob", _TOP_K)
     part = "experts"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        said, top_k = needed_value(config, "norm_topk_prob", bool, True), needed_value(config, _TOP_K, int, self.top_k)
-        if said != (top_k > 1):
+        is_divided, top_k = (
+            needed_value(config, "norm_topk_prob", bool, True),
+            needed_value(config, _TOP_K, int, self.top_k),
+        )
+        if is_divided != (top_k > 1):
             raise DataError(
-                f"config.json: norm_topk_prob={said} with {_TOP_K}={top_k} is not supported, but {top_k > 1} "
-                "is needed: scores are divided by their sum where there are several"
+                f"config.json: norm_topk_prob={is_divided} with {_TOP_K}={top_k} is not supported, but {top_k > 1} "
+                "is needed: mtrain divides scores by their sum exactly if several experts are chosen"
             )
         return {}
 
@@ -174,7 +177,7 @@ class DividedScores(Entry):
 
 @final
 class _Depths(Entry):
-    """MTP depths. A file may configure them without weights; transformers neither computes nor writes them."""
+    """MTP depths, for which a folder may lack the weights; transformers neither computes nor writes them."""
 
     names = (DEPTHS,)
 
@@ -185,17 +188,17 @@ class _Depths(Entry):
         return {DEPTHS: model.mtp_depths}
 
     def agrees(self, config: dict[str, Any], model: ModelSection) -> bool:
-        # a model without the depths leaves the field as it was
+        # a model without MTP keeps the field
         return model.mtp_depths in (0, config.get(DEPTHS, 0))
 
 
 @final
 @dataclass(frozen=True)
 class Groups(Entry):
-    """Groups of experts. The family ranks a group by its 2 best experts; our default is top_k / group_top_k.
+    """Groups of experts, which the family ranks by their 2 best experts; our default number is top_k / group_top_k.
 
-    `group_score_top_k` is omitted if it changes nothing: if the default is 2, as in DeepSeek-V3 with 8 experts of 4
-    groups, and if all groups are kept. So an import of version 0.1.0 agrees with its folder exactly if it computed the
+    Omits `group_score_top_k` if it has no effect: if our default is 2, as in DeepSeek-V3 with 8 experts from 4 groups,
+    or if all groups are chosen. So an import of version 0.1.0 agrees with its folder exactly if it computed the
     family's function.
     """
 
@@ -209,29 +212,29 @@ class Groups(Entry):
         return {"n_group": 1, "topk_group": 1}
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        num_groups, kept, top_k = (needed_value(config, name, int, self.defaults[name]) for name in self.names)
-        is_free = top_k == _SCORED * kept or (num_groups == kept > 0 == top_k % kept)
+        num_groups, group_top_k, top_k = (needed_value(config, name, int, self.defaults[name]) for name in self.names)
+        is_free = top_k == _SCORED * group_top_k or (num_groups == group_top_k > 0 == top_k % group_top_k)
         return {
             "experts.num_groups": num_groups,
-            "experts.group_top_k": kept,
+            "experts.group_top_k": group_top_k,
             "experts.group_score_top_k": None if is_free else _SCORED,
         }
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        groups, kept = lookup(model, "experts.num_groups"), lookup(model, "experts.group_top_k")
-        return {"n_group": 1 if groups is None else groups, "topk_group": 1 if kept is None else kept}
+        groups, group_top_k = lookup(model, "experts.num_groups"), lookup(model, "experts.group_top_k")
+        return {"n_group": 1 if groups is None else groups, "topk_group": 1 if group_top_k is None else group_top_k}
 
 
 @final
 @dataclass(frozen=True)
 class _LatentNorms(Entry):
-    """The epsilon of latent norms, 1e-6 whatever rms_norm_eps says.
+    """The epsilon of latent norms, which is always 1e-6.
 
-    Our field is omitted if rms_norm_eps, its default, has the same value.
+    Omits our field if rms_norm_eps, its default, has the same value.
     """
 
     outer: float
-    """The other norms' epsilon if the file does not say."""
+    """The other norms' epsilon if the file has none."""
 
     names = ("rms_norm_eps",)
 
@@ -240,12 +243,12 @@ class _LatentNorms(Entry):
         return {"mla.norm_epsilon": None if epsilon == _LATENT_EPSILON else _LATENT_EPSILON}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return {}  # cannot be written; `config_of` refuses another value
+        return {}  # the file has no such field; `config_of` refuses another value
 
 
 _LATENT_ATTENTION = (
     in_layer("input_layernorm.weight", "input_layernorm.weight", "h"),
-    # one of two ways to the queries: direct, or down to a latent, its norm, and up
+    # queries come from one projection, or from a projection to a latent, its norm, and a projection up
     in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "(H x) h").only(
         lambda model, layer: model.mla is None or model.mla.q_lora_rank is None
     ),
@@ -258,7 +261,7 @@ _LATENT_ATTENTION = (
     in_layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "(H x) q").only(
         _has_low_rank_queries
     ),
-    # m: the latent of keys and values, followed by the rotated part of the key, which all heads share
+    # m: latent of keys and values, followed by the rotated part of the key, which all heads share
     in_layer("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "m h"),
     in_layer("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", "k"),
     in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "(H y) k"),
@@ -266,7 +269,7 @@ _LATENT_ATTENTION = (
 )
 _EXPERTS = (
     router("mlp.gate.weight"),
-    # float32 even in files of bf16 weights: it moves by small steps, which bf16 would round away
+    # float32 even beside bf16 weights, which would round its small steps away
     replace(
         in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "E").only(has_experts), keeps_dtype=True
     ),
@@ -284,7 +287,7 @@ def _of(defaults: Mapping[str, Any], theirs: str, ours: str, alias: str = "", wi
 
 def _experts(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, ...]:
     return (
-        # the alias is in their attribute_map, and some programs write it
+        # transformers knows the alias from attribute_map, and some programs write it
         _of(defaults, "n_routed_experts", "experts.num_experts", alias="num_local_experts"),
         _of(defaults, _TOP_K, "experts.top_k"),
         _of(defaults, "moe_intermediate_size", "experts.ffn_hidden_size"),
@@ -310,13 +313,13 @@ def _entries(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, .
     return (
         *common(norm_epsilon=defaults["rms_norm_eps"]),
         *ACTIVATION,
-        # latent attention has no groups, but transformers repeats keys by the ratio of both numbers
+        # latent attention has no query groups, but transformers repeats keys by the ratio of these numbers
         Computed(
             "num_key_value_heads",
             {"num_attention_heads": ("num_attention_heads", defaults["num_attention_heads"])},
             is_written=True,
         ),
-        # the configurations call the rotated part head_dim, as rotary embeddings read their size there
+        # files name the rotated part head_dim, because rotary embeddings read their size there
         Computed("head_dim", {"qk_rope_head_dim": _ROTATED}),
         Computed(
             "qk_head_dim",
@@ -346,7 +349,7 @@ DEEPSEEK_V3 = Family(
     _entries(_DEEPSEEK, _DenseLayers(3)),
     (*VOCABULARY, *_LAYER, *ahead(_LAYER, *_AHEAD)),
 )
-# the same function under another name, and with other sizes
+# the same function with another name and other sizes
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
 KIMI_K25 = in_tower(
     DEEPSEEK_V3,
@@ -355,7 +358,7 @@ KIMI_K25 = in_tower(
     Tower(
         "deepseek_v3",
         is_tied=False,
-        # of DeepseekV3Config
+        # defaults of DeepseekV3Config
         defaults=default_sizes(layers=61, hidden=7168, feed_forward=18432, heads=128, vocabulary=129280),
         unread="""ignore_index image_token_id media_placeholder_token_id projection_hidden_size
             projection_layer_norm_eps use_unified_vision_chunk video_placeholder video_token_id vision_end_token_id
@@ -364,7 +367,7 @@ KIMI_K25 = in_tower(
         aliases=("kimi_k2",),
     ),
 )
-# GLM-4.7-Flash: the same function with other defaults
+# GLM-4.7-Flash, the same function with other defaults
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",

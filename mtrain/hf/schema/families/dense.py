@@ -1,4 +1,4 @@
-"""Llama 3.x, Mistral and Ministral 3, Qwen2.5, Qwen3, SmolLM3 and Phi: one architecture in several dialects."""
+"""Llama 3.x, Mistral and Ministral 3, Qwen2.5, Qwen3, SmolLM3 and Phi: variants of one architecture."""
 
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -34,10 +34,10 @@ _HEAD, _TOKENS = "ForSequenceClassification", "ForCausalLM"
 @final
 @dataclass(frozen=True)
 class Labels(Entry):
-    """`LlamaForSequenceClassification` and others: `score.weight` on the last token, one row per label."""
+    """Head of `LlamaForSequenceClassification` and others: `score.weight` on the last token, one row per label."""
 
     prefix: str
-    """Beginning of the class name in transformers."""
+    """Prefix of the class name in transformers."""
 
     names = ("architectures", "num_labels", "id2label", "label2id")
 
@@ -47,7 +47,7 @@ class Labels(Entry):
         labels = config.get("id2label")
         if labels is not None and not isinstance(labels, dict):
             raise DataError(f"config.json: id2label={shown(labels)} must be an object of numbers and names; correct it")
-        # transformers counts the names if any, and has two labels otherwise
+        # transformers counts the names, or uses num_labels, by default 2
         return {"num_labels": len(labels) if labels else value_of(config, "num_labels", int, 2)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Labels(Entry):
 
 def _has_head(config: dict[str, Any]) -> bool:
     classes = config.get("architectures")
-    return isinstance(classes, list) and any(isinstance(each, str) and each.endswith(_HEAD) for each in classes)
+    return isinstance(classes, list) and any(isinstance(name, str) and name.endswith(_HEAD) for name in classes)
 
 
 _RULES = (*VOCABULARY, *NORMS, *ATTENTION, *FEED_FORWARD)
@@ -72,7 +72,7 @@ _RULES = (*VOCABULARY, *NORMS, *ATTENTION, *FEED_FORWARD)
 
 @final
 class LlamaBiases(Entry):
-    """Llama's biases: in attention and the feed-forward part, both or neither."""
+    """Llama's biases, in both attention and the feed-forward part or in neither."""
 
     names = ("attention_bias", "mlp_bias")
 
@@ -81,8 +81,8 @@ class LlamaBiases(Entry):
         # megatron-core has one switch for both (add_bias_linear)
         if attention != feed_forward:
             raise DataError(
-                f"config.json: attention_bias={attention} with mlp_bias={feed_forward} is not supported; both must "
-                "be the same"
+                f"config.json: attention_bias={attention} with mlp_bias={feed_forward} is not supported, but equal "
+                "values are needed"
             )
         return {"linear_bias": attention}
 
@@ -110,23 +110,23 @@ MISTRAL = Family(
         Labels("Mistral"),
         *common(),
         *ACTIVATION,
-        # the default of MistralConfig where the file has none; other families have their own
+        # MistralConfig's default
         *heads(groups=8),
-        # left out means 4096, as in transformers; null means no window
+        # a missing field means 4096, as in transformers; null means no window
         Field("sliding_window", "sliding_window", 4096),
         Rope(),
     ),
     _RULES,
 )
 MISTRAL3 = in_tower(
-    # without heads of sequences
+    # without Labels
     replace(MISTRAL, entries=MISTRAL.entries[1:]),
     "mistral3",
     "Mistral3ForConditionalGeneration",
     Tower(
         "mistral",
         is_tied=False,
-        # of MistralConfig
+        # defaults of MistralConfig
         defaults=default_sizes(layers=32, hidden=4096, feed_forward=14336, heads=32, vocabulary=32000),
         unread="""image_token_index image_token_id multimodal_projector_bias projector_hidden_act spatial_merge_size
             vision_feature_layer""",
@@ -141,7 +141,7 @@ QWEN2 = Family(
         *common(),
         *ACTIVATION,
         *heads(groups=32),
-        # not a field of the file: Qwen2Attention has fixed biases
+        # files have no such field, because Qwen2Attention always has biases
         Constant("qkv_bias", True),
         QWEN_WINDOWS,
         Rope(),
@@ -155,16 +155,16 @@ QWEN3 = Family(
         Labels("Qwen3"),
         *common(),
         *ACTIVATION,
-        # 128 whatever hidden_size / num_attention_heads is
+        # 128, even if hidden_size / num_attention_heads differs
         *heads(groups=32, head_dim=128),
-        # true would mean biases of q, k, v and o only: linear_bias includes the feed-forward part
+        # true would mean biases of q, k, v and o only, but linear_bias includes the feed-forward part
         Required("attention_bias", False, False),
         Constant("qk_norm", True),
         QWEN_WINDOWS,
         Rope(),
     ),
     _RULES,
-    # a switch of other programs: Qwen3Config has no such field, and the norms are always there
+    # Qwen3Config has no such field, and the model always has these norms; other programs write the field
     inert=("use_qk_norm",),
 )
 _COEFFICIENT = "llama_4_scaling_beta"
@@ -179,32 +179,36 @@ _YARN = {
     "mscale_all_dim": 1.0,
     _COEFFICIENT: 0.1,
 }
-_ROPE = Rope()  # parameters without a base; a file without parameters has that of _YARN
+_ROPE = Rope()
 
 
 @final
 class _TemperedRope(Entry):
-    """The rotary embedding, with the coefficient by which queries grow."""
+    """The rotary embedding, with the coefficient that scales queries by their position."""
 
     names = ROPE_NAMES
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         if all(config.get(kind) in (None, {}) for kind in ROPE_OBJECTS):
             config = {**config, "rope_parameters": _YARN}
-        found = _ROPE.read(rope_without(config, (_COEFFICIENT, "max_position_embeddings")))
-        if found["rope.scaling"] != "yarn":
-            raise DataError(f"config.json: rope_type={found['rope.scaling']} is not supported here, but yarn is needed")
-        given = [config[kind] for kind in ROPE_OBJECTS if isinstance(config.get(kind), dict)]
-        coefficients = {needed_value(parameters, _COEFFICIENT, float) for parameters in given}
+        fields = _ROPE.read(rope_without(config, (_COEFFICIENT, "max_position_embeddings")))
+        if fields["rope.scaling"] != "yarn":
+            raise DataError(
+                f"config.json: rope_type={fields['rope.scaling']} is not supported here, but yarn is needed"
+            )
+        objects = [config[kind] for kind in ROPE_OBJECTS if isinstance(config.get(kind), dict)]
+        coefficients = {needed_value(parameters, _COEFFICIENT, float) for parameters in objects}
         if len(coefficients) > 1:
             both = " and ".join(ROPE_OBJECTS)
             raise DataError(f"config.json: {_COEFFICIENT} differs between {both}; remove the one that is wrong")
-        return found | {"rope.attention_temperature": coefficients.pop()}
+        return fields | {"rope.attention_temperature": coefficients.pop()}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         changes = _ROPE.write(config, model)
-        own = {_COEFFICIENT: model.rope.attention_temperature}
-        return {name: value | own if name in ROPE_OBJECTS and value else value for name, value in changes.items()}
+        coefficient = {_COEFFICIENT: model.rope.attention_temperature}
+        return {
+            name: value | coefficient if name in ROPE_OBJECTS and value else value for name, value in changes.items()
+        }
 
     def older(self, config: dict[str, Any]) -> dict[str, Any]:
         return _ROPE.older(config)
@@ -231,7 +235,7 @@ MINISTRAL3_IMAGES = in_tower(
         MISTRAL3.tower,
         text_type="ministral3",
         other_types=("mistral",),
-        # of Ministral3Config
+        # defaults of Ministral3Config
         defaults=default_sizes(layers=34, hidden=4096, feed_forward=14336, heads=32, vocabulary=131072),
     ),
 )
@@ -239,33 +243,33 @@ _LISTED, _INTERVAL = "no_rope_layers", "no_rope_layer_interval"
 
 
 def _rotates(config: dict[str, Any]) -> list[int]:
-    """Returns 1 for each layer with rotary positions, else 0."""
+    """Returns a list with 1 for each layer with rotary positions, and 0 for the others."""
     num_layers, every = needed_value(config, "num_hidden_layers", int), needed_value(config, _INTERVAL, int, 4)
-    found = config.get(_LISTED)
-    if found is None and every > 0 and num_layers <= MAX_LISTED_LAYERS:
+    listed = config.get(_LISTED)
+    if listed is None and every > 0 and num_layers <= MAX_LISTED_LAYERS:
         return [int((layer + 1) % every != 0) for layer in range(num_layers)]
-    # type: true is not a number here
+    # `type is not int`, because isinstance accepts true
     if (
-        not isinstance(found, list)
-        or len(found) != num_layers
-        or any(type(one) is not int or one not in (0, 1) for one in found)
+        not isinstance(listed, list)
+        or len(listed) != num_layers
+        or any(type(value) is not int or value not in (0, 1) for value in listed)
     ):
         raise DataError(
-            f"config.json: {_LISTED}={shown(found)} must list 1, or 0 for no rotary positions, for each of "
-            f"num_hidden_layers={num_layers} layers, or {_INTERVAL}={every} be above 0; correct the file"
+            f"config.json: {_LISTED}={shown(listed)} must list 1, or 0 for no rotary positions, for each of "
+            f"num_hidden_layers={num_layers} layers, or {_INTERVAL}={every} must be above 0; correct the file"
         )
-    return found
+    return listed
 
 
 @final
 class _Unrotated(Entry):
-    """Layers without rotary positions: one number per layer, or their distance."""
+    """Layers without rotary positions, from a list with a number per layer or from their distance."""
 
     names = (_LISTED, _INTERVAL)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         skipped = [1 - one for one in _rotates(config)]
-        # as the number of every n-th layer where it is one: model.* is read by people
+        # n for every n-th layer, because people read model.*, or else the list
         every = skipped.index(1) + 1 if 1 in skipped else 0
         is_regular = (
             every and len(skipped) % every == 0 and skipped == ([0] * (every - 1) + [1]) * (len(skipped) // every)
@@ -293,13 +297,13 @@ SMOLLM3 = Family(
         *heads(groups=4),
         LlamaBiases(),
         _Unrotated(),
-        # the layers without rotary positions, if the file lists none
+        # without a list, layers without rotary positions have no window
         Windows(None, _is_rotated),
         Rope(2000000.0),
     ),
     _RULES,
 )
-# the whole as a region: rows of an adapter's B also have this order
+# the whole tensor as a region, so that the rows of an adapter's B get the same order
 _QKV = TensorPattern(f"{THEIRS}self_attn.qkv_proj.weight", "", region="(G s d) h", pieces=by_group("weight", " h"))
 PHI3 = Family(
     "phi3",
@@ -309,10 +313,10 @@ PHI3 = Family(
         *ACTIVATION,
         *heads(),
         Field("sliding_window", "sliding_window"),
-        # dropout on what attention and the feed-forward part add, which transformers draws in training
+        # dropout on the residual branches and on embeddings, which we do not have
         Required("resid_pdrop", 0.0, 0.0),
         Required("embd_pdrop", 0.0, 0.0),
-        # any other type is read as longrope, or refused
+        # transformers reads any other type as longrope, or refuses it
         Rope(is_scaled=False),
     ),
     (

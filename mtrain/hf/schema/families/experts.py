@@ -1,7 +1,7 @@
 """Mixtral, Qwen2-MoE, Qwen3-MoE, MiniMax-M2 and GPT-OSS: the usual transformer with experts in every layer.
 
-MiniMax-M2 scores experts by a sigmoid, norms whole queries and keys, and rotates heads partly. GPT-OSS has biases
-everywhere, attention sinks, and experts that are fused, transposed and interleaved on disk.
+MiniMax-M2 scores experts with a sigmoid, normalises whole queries and keys, and rotates heads partly. GPT-OSS has
+biases everywhere, attention sinks, and experts that are fused, transposed and interleaved on disk.
 """
 
 from dataclasses import dataclass, replace
@@ -33,17 +33,17 @@ from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.table import Rule, TensorPattern
 from mtrain.hf.schema.values import needed_value
 
-# a softmax over the chosen experts equals one over all experts, divided by the sum of the chosen
+# a softmax over the chosen experts equals a softmax over all experts, divided by the sum of the chosen ones
 RENORMALISED = Field("norm_topk_prob", "experts.pre_softmax", False, is_negated=True)
 
 
 @final
 @dataclass(frozen=True)
 class GatedShare(Entry):
-    """Size of the shared experts, which have a gate; with size 0 there are none."""
+    """Size of the gated shared experts; 0 for none."""
 
     default: int
-    """Size if the file does not say."""
+    """Size if the file has none."""
 
     names = ("shared_expert_intermediate_size",)
     part = "experts"
@@ -61,7 +61,8 @@ _TOP_K = "num_experts_per_tok"
 
 @final
 class _SeveralExperts(Entry):
-    """Number of chosen experts, whose scores are divided by their sum; ours are if there are several."""
+    """Number of chosen experts, at least 2; the family always divides their scores by their sum, and we do so if
+    several are chosen."""
 
     names = (_TOP_K,)
     part = "experts"
@@ -70,8 +71,8 @@ class _SeveralExperts(Entry):
         top_k = needed_value(config, _TOP_K, int, 8)
         if top_k == 1:
             raise DataError(
-                f"config.json: {_TOP_K}=1 is not supported, but 2 or more are needed: the weight of a single expert is "
-                "1 in this family"
+                f"config.json: {_TOP_K}=1 is not supported, but 2 or more are needed: this family gives a single "
+                "expert weight 1"
             )
         return {"experts.top_k": top_k}
 
@@ -91,7 +92,7 @@ MIXTRAL = Family(
         Field("num_local_experts", "experts.num_experts", 8, alias="num_experts"),
         Field("num_experts_per_tok", "experts.top_k", 2),
         Constant("experts.pre_softmax", False),
-        # noise on the input of router and experts, which transformers draws in training; this program has none
+        # noise on the input of router and experts in training, which we do not have
         Required("router_jitter_noise", 0.0, 0.0, (None,)),
         Rope(1e6),
     ),
@@ -100,11 +101,10 @@ MIXTRAL = Family(
         *NORMS,
         *ATTENTION,
         router("block_sparse_moe.gate.weight", "mlp.gate.weight"),
-        # w1 gates, w3 is multiplied by it, w2 projects back
         *experts("block_sparse_moe", "mlp", gate="w1", up="w3", down="w2"),
     ),
 )
-# these two could make some layers dense, for which the families have no rules here
+# these fields could make some layers dense, for which these families have no rules
 NO_DENSE_LAYERS = (
     Required("decoder_sparse_step", 1, 1, part="experts", is_off=True),
     Required("mlp_only_layers", [], [], (None,), part="experts"),
@@ -151,11 +151,11 @@ QWEN3_MOE = Family(
         Required("attention_bias", False, False),
         *NO_DENSE_LAYERS,
         Constant("qk_norm", True),
-        Windows(4096, None),  # in all layers or none
+        Windows(4096, None),  # in all layers or in none
         Rope(),
     ),
     (*VOCABULARY, *NORMS, *ATTENTION, router("mlp.gate.weight"), *experts("mlp")),
-    # transformers' Qwen3MoeConfig has no such fields, so they cannot change anything
+    # Qwen3MoeConfig has no such fields, so they have no effect
     inert=("max_window_layers", "use_qk_norm"),
 )
 MINIMAX_M2 = Family(
@@ -172,13 +172,13 @@ MINIMAX_M2 = Family(
         Constant("experts.expert_bias", True),
         Constant("qk_norm", True),
         Constant("qk_norm_width", "full"),
-        # what the published files say of the function, which transformers does not read
+        # fields of published files that describe the function, but that transformers does not read
         Required("scoring_func", "sigmoid", "sigmoid", part="experts"),
         Required("use_routing_bias", True, True, part="experts"),
         Required("use_qk_norm", True, True),
         Required("qk_norm_type", "per_layer", "per_layer"),
         Required("shared_intermediate_size", 0, 0, (None,)),
-        # noise on the input of router and experts, which transformers draws in training; this program has none
+        # noise on the input of router and experts in training, which we do not have
         Required("router_jitter_noise", 0.0, 0.0, (None,)),
         Rope(5e6, default_partial=1.0, rotary_size="rotary_dim"),
     ),
@@ -187,12 +187,11 @@ MINIMAX_M2 = Family(
         *NORMS,
         *ATTENTION,
         router("block_sparse_moe.gate.weight", "mlp.gate.weight"),
-        # float32 even in files of bf16 weights: it moves by small steps, which bf16 would round away
+        # float32 even beside bf16 weights, which would round its small steps away
         replace(
             in_layer("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias", "E").only(has_experts),
             keeps_dtype=True,
         ),
-        # w1 gates, w3 is multiplied by it, w2 projects back
         *experts("block_sparse_moe", "mlp", gate="w1", up="w3", down="w2"),
     ),
 )
@@ -213,7 +212,7 @@ def _fused(key: str, axes: str, name: str, on_disk: str) -> Rule:
 
 
 _EXPERTS = (
-    # on disk transposed, and gate and up interleaved (even columns gate): read as halves it would train, and be wrong
+    # transposed on disk, with gate (even columns) and up interleaved; read as halves, it would train, but wrongly
     _fused("linear_fc1.weight", "E (c e) h", "gate_up_proj", "E h (e c)"),
     _fused("linear_fc1.bias", "E (c e)", "gate_up_proj_bias", "E (e c)"),
     _fused("linear_fc2.weight", "E h e", "down_proj", "E e h"),
@@ -230,16 +229,16 @@ GPT_OSS = Family(
         Field("num_local_experts", "experts.num_experts", 128, alias="num_experts"),
         Field("num_experts_per_tok", "experts.top_k", 4, alias="experts_per_token"),
         Required("hidden_act", "silu", "silu", ("swish",)),
-        # linear_bias below is one switch for all projections: model.* cannot express a file without those of attention
+        # linear_bias below is one switch for all projections, so model.* cannot express a file without attention biases
         Required("attention_bias", True, True),
-        # our swiglu_clamped has both numbers fixed
+        # our swiglu_clamped has these constants
         Required("swiglu_alpha", 1.702, 1.702),
         Required("swiglu_limit", 7.0, 7.0),
         Constant("activation", "swiglu_clamped"),
         Constant("linear_bias", True),
         Constant("attention_sinks", True),
         Constant("experts.router_bias", True),
-        # the softmax is over the chosen experts alone, so their weights add up to 1
+        # the softmax is over the chosen experts only, so their weights add up to 1
         Constant("experts.pre_softmax", False),
         Windows(128, every_nth(2), has_switch=False),
         Rope(150000.0, _YARN),

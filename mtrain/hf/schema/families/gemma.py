@@ -1,15 +1,15 @@
-"""Gemma-3 and Gemma 4, with or without images and sound: four norms a layer, GELU gates, five windowed layers to a wide
-one.
+"""Gemma 3 and Gemma 4, with or without images and sound: four norms per layer, GELU gates, and five windowed layers per
+wide layer.
 
-Wide layers of Gemma 4 have their own heads, whose keys are the values; it has normalised values, a scalar per layer,
-capped logits, and in some models experts next to each dense network.
+Gemma 4 has other heads in wide layers, whose keys are also the values, normalised values, a scalar per layer, capped
+logits, and in some models experts beside each dense network.
 """
 
 from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import Constant, Entry, Field, Required, UnsayableError, heads
+from mtrain.hf.schema.config import Constant, Entry, Field, InexpressibleError, Required, heads
 from mtrain.hf.schema.families.common import (
     ATTENTION,
     BOTH_KINDS,
@@ -55,35 +55,35 @@ _WINDOWS = Windows(4096, _every_nth, (_PATTERN,), has_switch=False)
 
 @final
 class _Ropes(Entry):
-    """Two rotary embeddings; only that of layers without a window may be scaled."""
+    """Two rotary embeddings; only the one of layers without a window may be scaled."""
 
     names = (*ROPE_NAMES, "rope_local_base_freq")
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        given = parameters_by_kind(config) or {}
-        # the outer scaling is for layers without a window
-        windowed = {"rope_parameters": given.get(WINDOWED)}
+        by_kind = parameters_by_kind(config) or {}
+        # rope_scaling applies to layers without a window
+        windowed = {"rope_parameters": by_kind.get(WINDOWED)}
         if "rope_local_base_freq" in config:
             windowed["rope_theta"] = config["rope_local_base_freq"]
-        # defaults by kind of layer: 1e4 with a window, 1e6 without
+        # defaults: 1e4 for layers with a window, 1e6 for layers without
         local = local_base(windowed, 1e4)
-        found = read_rope({**config, "rope_parameters": given.get(WIDE)}, 1e6, by_kind=True)
+        fields = read_rope({**config, "rope_parameters": by_kind.get(WIDE)}, 1e6, by_kind=True)
         if _WINDOWS.read(config)["sliding_window"] is not None:
-            found["local_base"] = local
-        return {f"rope.{name}": value for name, value in found.items()}
+            fields["local_base"] = local
+        return {f"rope.{name}": value for name, value in fields.items()}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        # in the style of the file, so that the version that wrote it can still read it
+        # in the file's style, so that the version that wrote it can still read it
         if "rope_theta" in config and "rope_parameters" not in config:
             base = model.rope.base if model.rope.local_base is None else model.rope.local_base
             return written_rope(config, model.rope) | {"rope_local_base_freq": base}
         return written_by_kind(model.rope)
 
     def older(self, config: dict[str, Any]) -> dict[str, Any]:
-        given = config.get("rope_parameters") or {}
-        windowed = older_rope(given.get(WINDOWED))
+        by_kind = config.get("rope_parameters") or {}
+        windowed = older_rope(by_kind.get(WINDOWED))
         local = {"rope_local_base_freq": windowed["rope_theta"]} if "rope_theta" in windowed else {}
-        return older_rope(given.get(WIDE), by_kind=True) | local
+        return older_rope(by_kind.get(WIDE), by_kind=True) | local
 
 
 GEMMA3 = Family(
@@ -92,7 +92,7 @@ GEMMA3 = Family(
     (
         *common(tied=True),
         *heads(groups=4, head_dim=256),
-        # queries are divided by its root instead of the root of the head's size
+        # queries are divided by the root of this number instead of the head's size
         Field("query_pre_attn_scalar", "query_scalar", 256),
         Required("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
         Required("attention_bias", False, False),
@@ -101,10 +101,10 @@ GEMMA3 = Family(
         Required("use_bidirectional_attention", False, False, (None,)),
         Constant("activation", "geglu_tanh"),
         Constant("qk_norm", True),
-        # the files hold weight - 1: Gemma3RMSNorm multiplies by 1 + weight
+        # files have weight - 1, because Gemma3RMSNorm multiplies by 1 + weight
         Constant("zero_centered_norm", True),
         Constant("sandwich_norm", True),
-        # scaled by the root of the hidden size, in the dtype of the weights
+        # by the root of the hidden size, in the dtype of the weights
         Constant("scale_embeddings", True),
         _WINDOWS,
         _Ropes(),
@@ -118,7 +118,7 @@ GEMMA3 = Family(
         *ATTENTION,
         *FEED_FORWARD,
     ),
-    # hidden_activation is the field that the model reads
+    # the model reads hidden_activation instead of hidden_act
     inert=("hidden_act", "_sliding_window_pattern"),
 )
 GEMMA3_IMAGES = in_tower(
@@ -128,7 +128,7 @@ GEMMA3_IMAGES = in_tower(
     Tower(
         "gemma3_text",
         is_tied=True,
-        # of Gemma3TextConfig: published files say only what differs
+        # defaults of Gemma3TextConfig, which published files omit
         defaults=default_sizes(layers=26, hidden=2304, feed_forward=9216, heads=8, vocabulary=262208),
         unread="""mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id boi_token_id
             eoi_token_id initializer_range""",
@@ -143,12 +143,12 @@ _EXPERT_SIZES = {"num_experts": "num_experts", "top_k_experts": "top_k", "moe_in
 
 def _kinds(config: dict[str, Any]) -> list[str]:
     kinds = layer_kinds(config, lambda layer: layer % _EVERY == 0)
-    return [*kinds[:-1], WIDE]  # as transformers changes it, whatever the file says
+    return [*kinds[:-1], WIDE]  # transformers always makes the last layer wide
 
 
 @final
 class _LastIsWide(Entry):
-    """Kinds of layers, one word each; the last is wide."""
+    """Kinds of layers, listed by a word per layer; the last layer is wide."""
 
     names = ("sliding_window", "layer_types")
     part = "sliding_window"
@@ -156,68 +156,68 @@ class _LastIsWide(Entry):
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         kinds = _kinds(config)
         if WINDOWED not in kinds:
-            raise DataError(f"config.json: layer_types without {WINDOWED} is not supported; at least one is needed")
+            raise DataError(f"config.json: layer_types without {WINDOWED} is not supported, but one or more are needed")
         return windows(kinds, value_of(config, "sliding_window", int, 512))
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         kinds = kinds_of(model)
         if kinds[-1] != WIDE:
-            raise UnsayableError("gemma4_text", {"global_attention_every": " that leaves the last layer a window"})
+            raise InexpressibleError("gemma4_text", {"global_attention_every": " with a window in the last layer"})
         return {"sliding_window": model.sliding_window, "layer_types": kinds}
 
 
 @final
 class _WideHeads(Entry):
-    """Heads of wide layers: two fields of published files, or one per such layer, as transformers writes them."""
+    """Heads of wide layers, from two fields as in published files, or from one object per layer as in transformers'."""
 
     names = ("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", _BY_LAYER)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         if not needed_value(config, "attention_k_eq_v", bool, False):
             raise DataError(
-                "config.json: attention_k_eq_v=False is not supported (projections of values in wide layers), but True "
-                "is needed"
+                "config.json: attention_k_eq_v=False (value projections in wide layers) is not supported, but True is "
+                "needed"
             )
         groups = needed_value(config, "num_key_value_heads", int, 4)
-        of_wide = value_of(config, "num_global_key_value_heads", int, None)
+        wide_groups = value_of(config, "num_global_key_value_heads", int, None)
         named = {
             "head_dim": needed_value(config, "global_head_dim", int, 512),
-            "num_key_value_heads": groups if of_wide is None else of_wide,
+            "num_key_value_heads": groups if wide_groups is None else wide_groups,
         }
-        found = named if config.get(_BY_LAYER) is None else self._of_each(config, groups)
+        sizes = named if config.get(_BY_LAYER) is None else self._of_each(config, groups)
         for ours, theirs in zip(_SIZES, ("global_head_dim", "num_global_key_value_heads"), strict=True):
-            # transformers reads only one of both forms
-            if config.get(theirs) is not None and named[ours] != found[ours]:
+            # transformers reads only one of the two forms
+            if config.get(theirs) is not None and named[ours] != sizes[ours]:
                 raise DataError(
-                    f"config.json: {_BY_LAYER} says {ours}={found[ours]}, but {theirs}={shown(config[theirs])}; remove "
-                    "the one that is wrong"
+                    f"config.json: {ours}={sizes[ours]} in {_BY_LAYER} contradicts {theirs}={shown(config[theirs])}; "
+                    "remove the wrong one"
                 )
         return {
-            "global_attention.head_dim": found["head_dim"],
-            "global_attention.num_query_groups": found["num_key_value_heads"],
+            "global_attention.head_dim": sizes["head_dim"],
+            "global_attention.num_query_groups": sizes["num_key_value_heads"],
         }
 
     def _of_each(self, config: dict[str, Any], groups: int) -> dict[str, int]:
-        given = config[_BY_LAYER]
-        if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
-            raise wrong_type(_BY_LAYER, given, "an object of objects")
+        by_layer = config[_BY_LAYER]
+        if not isinstance(by_layer, dict) or not all(isinstance(fields, dict) for fields in by_layer.values()):
+            raise wrong_type(_BY_LAYER, by_layer, "an object of objects")
         wide = [str(number) for number, kind in enumerate(_kinds(config)) if kind == WIDE]
-        if sorted(given) != sorted(wide) or any(
-            each != given[wide[0]] or each.keys() - {*_SIZES} for each in given.values()
+        if sorted(by_layer) != sorted(wide) or any(
+            fields != by_layer[wide[0]] or fields.keys() - {*_SIZES} for fields in by_layer.values()
         ):
             raise DataError(
-                f"config.json: {_BY_LAYER} must give the layers of {WIDE}, {', '.join(wide)}, the same "
-                f"{' and '.join(_SIZES)}, and nothing else"
+                f"config.json: {_BY_LAYER} must have exactly the layers of {WIDE}, {', '.join(wide)}, with the same "
+                f"{' and '.join(_SIZES)} and nothing else; correct the file"
             )
-        one = given[wide[0]]
-        head_dim = needed_value(one, "head_dim", int, needed_value(config, "head_dim", int, 256))
-        return {"head_dim": head_dim, "num_key_value_heads": needed_value(one, "num_key_value_heads", int, groups)}
+        first = by_layer[wide[0]]
+        head_dim = needed_value(first, "head_dim", int, needed_value(config, "head_dim", int, 256))
+        return {"head_dim": head_dim, "num_key_value_heads": needed_value(first, "num_key_value_heads", int, groups)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         wide = model.with_global_heads()
         sizes = {"head_dim": wide.head_size, "num_key_value_heads": wide.query_groups}
         fields: dict[str, Any] = {"global_head_dim": wide.head_size, "num_global_key_value_heads": wide.query_groups}
-        if _BY_LAYER in config:  # in the style of the file
+        if _BY_LAYER in config:  # in the file's style
             fields = {name: value for name, value in fields.items() if name in config}
             numbers = [str(number) for number, kind in enumerate(kinds_of(model)) if kind == WIDE]
             fields[_BY_LAYER] = {number: dict(sizes) for number in numbers}
@@ -226,33 +226,33 @@ class _WideHeads(Entry):
 
 @final
 class _WideAndLocalRope(Entry):
-    """Two rotary embeddings: whole heads in windowed layers, some pairs of a head in wide ones."""
+    """Two rotary embeddings: windowed layers rotate whole heads, and wide ones some pairs of a head."""
 
     names = ("rope_parameters",)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        said = config.get("rope_parameters")
-        if said is None:
-            said = {
+        by_kind = config.get("rope_parameters")
+        if by_kind is None:
+            by_kind = {
                 WINDOWED: {"rope_type": "default", "rope_theta": 10000.0},
                 WIDE: {"rope_type": "proportional", PARTIAL: 0.25, "rope_theta": 1000000.0},
             }
-        is_right = isinstance(said, dict) and {*said} == {WIDE, WINDOWED}
-        if not is_right or not all(isinstance(each, dict) for each in said.values()):
+        is_right = isinstance(by_kind, dict) and {*by_kind} == {WIDE, WINDOWED}
+        if not is_right or not all(isinstance(value, dict) for value in by_kind.values()):
             raise DataError(BOTH_KINDS)
-        wide, windowed = said[WIDE], said[WINDOWED]
+        wide, windowed = by_kind[WIDE], by_kind[WINDOWED]
         _check(windowed, WINDOWED, "default", ())
         kind = "default" if wide.get("rope_type") == "default" else "proportional"
         _check(wide, WIDE, kind, () if kind == "default" else (PARTIAL, "factor"))
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "rope.base": needed_value(wide, "rope_theta", float),
             "rope.local_base": needed_value(windowed, "rope_theta", float),
             "rope.scaling": "none" if kind == "default" else kind,
         }
         if kind == "proportional":
-            found["rope.partial"] = needed_value(wide, PARTIAL, float, 1.0)
-            found["rope.factor"] = needed_value(wide, "factor", float, 1.0)
-        return found
+            fields["rope.partial"] = needed_value(wide, PARTIAL, float, 1.0)
+            fields["rope.factor"] = needed_value(wide, "factor", float, 1.0)
+        return fields
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         rope = model.rope
@@ -264,22 +264,22 @@ class _WideAndLocalRope(Entry):
         return {"rope_parameters": {WINDOWED: {"rope_type": "default", "rope_theta": plain_number(local)}, WIDE: wide}}
 
 
-def _check(parameters: dict[str, Any], kind: str, needed: str, others: tuple[str, ...]) -> None:
-    given = parameters.get("rope_type")
-    if given != needed:
+def _check(parameters: dict[str, Any], kind: str, needed: str, allowed: tuple[str, ...]) -> None:
+    rope_type = parameters.get("rope_type")
+    if rope_type != needed:
         either = "default" if kind == WINDOWED else "default or proportional"
-        raise DataError(f"config.json: rope_type={shown(given)} of {kind} is not supported, but {either} is needed")
-    unknown = sorted(parameters.keys() - {"rope_type", "rope_theta", *others})
+        raise DataError(f"config.json: rope_type={shown(rope_type)} of {kind} is not supported, but {either} is needed")
+    unknown = sorted(parameters.keys() - {"rope_type", "rope_theta", *allowed})
     if unknown:
         raise DataError(
-            f"config.json: {unknown[0]}={shown(parameters[unknown[0]])} in the rotary parameters of {kind} means "
-            f"nothing for rope_type={needed}; remove it"
+            f"config.json: {unknown[0]}={shown(parameters[unknown[0]])} in the rotary parameters of {kind} has no "
+            f"meaning for rope_type={needed}; remove it"
         )
 
 
 @final
 class _Experts(Entry):
-    """Experts next to every layer's dense network, which we call shared experts."""
+    """Experts beside every layer's dense network, which we call a shared expert."""
 
     names = ("enable_moe_block", *_EXPERT_SIZES)
     part = "experts"
@@ -288,7 +288,7 @@ class _Experts(Entry):
         if not needed_value(config, "enable_moe_block", bool, False):
             return {"experts": None}
         sizes = {f"experts.{ours}": needed_value(config, theirs, int) for theirs, ours in _EXPERT_SIZES.items()}
-        # the softmax is over all experts, then divided by the sum of the chosen ones: one over the chosen ones
+        # transformers divides a softmax over all experts by the sum of the chosen ones, which is our default
         return sizes | {
             "experts.shared_ffn_hidden_size": needed_value(config, "intermediate_size", int),
             "experts.branch_norms": True,
@@ -320,9 +320,9 @@ GEMMA4 = Family(
         Required("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
         Required("attention_bias", False, False),
         Field("final_logit_softcapping", "logit_softcap"),
-        # "vision": tokens of images see each other; text does not
+        # "vision" affects only tokens of images
         Required("use_bidirectional_attention", None, None, ("vision",)),
-        # 2B and 4B: embeddings for each layer, and layers that read the keys of others
+        # 2B and 4B models have embeddings per layer, and layers that share keys
         Required("hidden_size_per_layer_input", 0, 256),
         Required("num_kv_shared_layers", 0, 0),
         _Experts(),
@@ -331,7 +331,7 @@ GEMMA4 = Family(
         Constant("value_norm", True),
         Constant("sandwich_norm", True),
         Constant("layer_scalar", True),
-        # scaled by the root of the hidden size, in the dtype of the weights
+        # by the root of the hidden size, in the dtype of the weights
         Constant("scale_embeddings", True),
         _LastIsWide(),
         _WideHeads(),
@@ -376,7 +376,7 @@ GEMMA4 = Family(
         ),
         in_layer("mlp.experts.experts.linear_fc2.weight", "experts.down_proj", "E h e").only(has_experts),
     ),
-    # hidden_activation is the field that the model reads; the others where layers have embeddings, or share keys
+    # the model reads hidden_activation instead, and the others only with embeddings per layer or shared keys
     inert=("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp"),
 )
 GEMMA4_IMAGES = in_tower(
@@ -386,7 +386,7 @@ GEMMA4_IMAGES = in_tower(
     Tower(
         "gemma4_text",
         is_tied=True,
-        # of Gemma4TextConfig: published files say only what differs
+        # defaults of Gemma4TextConfig, which published files omit
         defaults=default_sizes(layers=30, hidden=2304, feed_forward=9216, heads=8, vocabulary=262144),
         unread="""audio_config audio_token_id boa_token_id boi_token_id eoa_token_index eoi_token_id image_token_id
             initializer_range video_token_id""",

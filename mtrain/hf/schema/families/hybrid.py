@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5, with or without images: gated delta nets, and gated attention every few layers."""
+"""Qwen3-Next and Qwen3.5, with or without images: gated delta nets, with gated attention in every n-th layer."""
 
 from dataclasses import replace
 from typing import Any, final
@@ -37,7 +37,7 @@ _INTERVAL = "full_attention_interval"
 
 @final
 class _HybridLayers(Entry):
-    """Layers with attention among delta nets: one word per layer, or their distance."""
+    """Layers with attention among delta nets, from a list with a word per layer or from their distance."""
 
     names = ("layer_types", _INTERVAL)
 
@@ -47,7 +47,7 @@ class _HybridLayers(Entry):
         if every < 2 or kinds != _pattern(every, len(kinds)):
             raise DataError(
                 f"config.json: layer_types must have {_FULL} in every n-th layer, {_LINEAR} in all others and both; "
-                f"layers {', '.join(str(place) for place, kind in enumerate(kinds, 1) if kind == _FULL) or 'none'} of "
+                f"layers {', '.join(str(layer) for layer, kind in enumerate(kinds, 1) if kind == _FULL) or 'none'} of "
                 f"{len(kinds)} have {_FULL}"
             )
         return {"delta_net.full_attention_every": every}
@@ -70,8 +70,8 @@ def _kinds(config: dict[str, Any]) -> list[str]:
         every = needed_value(config, _INTERVAL, int, 4)
         if not 0 < num_layers <= MAX_LISTED_LAYERS or every < 1:
             raise DataError(
-                f"config.json: num_hidden_layers={num_layers} and {_INTERVAL}={every} must be above 0, and no more "
-                "than a model has; correct the file"
+                f"config.json: num_hidden_layers={num_layers} and {_INTERVAL}={every} must be above 0, and at most "
+                f"{MAX_LISTED_LAYERS} layers are supported; correct the file"
             )
         return _pattern(every, num_layers)
     return listed_kinds(kinds, num_layers, (_FULL, _LINEAR))
@@ -86,11 +86,11 @@ def _has_delta_net(model: ModelSection, layer: int) -> bool:
 
 
 _ROWS = {"queries": "x", "keys": "x", "values": "r y", "gates": "r y", "rates": "r", "decays": "r"}
-"""Rows of a key head, in order -> axes whose product is their number; the first three are convolved."""
+"""Kind of a key head's rows, in order -> axes whose product is their number; the first three kinds are convolved."""
 
 
 def _by_kind(axes: str) -> tuple[TensorPattern, ...]:
-    """Returns the pieces of a tensor that we order by key head: queries, keys and values of all heads."""
+    """Returns the pieces of a tensor, queries, keys and values of all heads, which we order by key head instead."""
     return tuple(TensorPattern("", axes, stretch("w", _ROWS, kind)) for kind in ("queries", "keys", "values"))
 
 
@@ -125,7 +125,7 @@ def _of_net(key: str, name: str, axes: str) -> Rule:
 
 
 _QUERIES_AND_GATES = TensorPattern(
-    # a head's gate follows its query on disk; here the queries of a group come before its gates
+    # on disk, a head's gate follows its query; we have all queries of a group before its gates
     f"{THEIRS}self_attn.q_proj.weight",
     "(G Q c d) h",
     {"s": slice(0, -2)},
@@ -185,9 +185,9 @@ def _entries(groups: int) -> tuple[Entry, ...]:
         Required("attn_output_gate", True, True),
         Constant("attention_gate", True),
         Constant("qk_norm", True),
-        # the files hold weight - 1, but for the norm of a delta net's output
+        # files have weight - 1, except for the norm of a delta net's output
         Constant("zero_centered_norm", True),
-        # three axes for images, which coincide for text
+        # positions on three axes for images, which coincide for text
         Rope(default_partial=0.25, unread=("mrope_section", "mrope_interleaved")),
     )
 
@@ -202,7 +202,7 @@ def _chosen(num_experts: int, top_k: int) -> tuple[Entry, ...]:
 
 
 _AHEAD = "mtp."
-# vLLM 0.11, models/qwen3_next_mtp.py; transformers leaves these tensors unread
+# source: vLLM 0.11, models/qwen3_next_mtp.py; transformers does not read these tensors
 _AHEAD_NAMES = tuple(f"{_AHEAD}{name}.weight" for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"))
 
 
@@ -234,7 +234,7 @@ QWEN3_5_MOE = Family(
     (
         *(entry for entry in _entries(2) if entry.names != ("intermediate_size",)),
         *_chosen(256, 8),
-        # of dense layers, which do not exist
+        # the size of dense layers, which the model does not have
         Field("moe_intermediate_size", "ffn_hidden_size", 512),
         Constant("experts.pre_softmax", False),
     ),

@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without positions, a network, or experts."""
+"""Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without positions, a dense network, or experts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ _BASES = ("backbone.", "model.")
 
 @final
 class _Pattern(Entry):
-    """The sublayer of each layer: a word each, or a letter; older files have both, and their number."""
+    """The kind of each layer, as a list of words or as letters; older files have both, and the number of layers."""
 
     names = (_LISTED, _ALIAS, _LETTERS, "num_hidden_layers")
 
@@ -33,16 +33,16 @@ class _Pattern(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         pattern = model.layer_pattern or ""
-        said: dict[str, Any] = {
+        lists: dict[str, Any] = {
             name: [_WORDS[letter] for letter in pattern] for name in (_LISTED, _ALIAS) if name in config
         }
-        said |= {name: pattern for name in (_LETTERS,) if name in config}
-        return said or {_LISTED: [_WORDS[letter] for letter in pattern]}
+        lists |= {name: pattern for name in (_LETTERS,) if name in config}
+        return lists or {_LISTED: [_WORDS[letter] for letter in pattern]}
 
 
 def _pattern_of(config: Mapping[str, Any]) -> str:
-    """Returns a letter for each layer; refuses contradicting patterns."""
-    found: dict[str, str] = {}
+    """Returns a letter for each layer; refuses contradictory patterns."""
+    patterns: dict[str, str] = {}
     for name in (_LISTED, _ALIAS):
         words = config.get(name)
         if words is None:
@@ -52,22 +52,24 @@ def _pattern_of(config: Mapping[str, Any]) -> str:
                 f"config.json: {name}={shown(words)} must list {', '.join(_WORDS.values())} for each layer; correct "
                 "the file"
             )
-        found[name] = "".join(_LETTER_OF[word] for word in words)
+        patterns[name] = "".join(_LETTER_OF[word] for word in words)
     if config.get(_LETTERS) is not None:
         letters = config[_LETTERS]
         if not isinstance(letters, str) or not set(letters) <= set(_WORDS):
             raise DataError(
-                f"config.json: {_LETTERS}={shown(letters)} must have a letter of {', '.join(_WORDS)} for each layer; "
-                "correct the file"
+                f"config.json: {_LETTERS}={shown(letters)} must have one of the letters {', '.join(_WORDS)} for each "
+                "layer; correct the file"
             )
-        found[_LETTERS] = letters
-    pattern = next(iter(found.values()), "ME*-")  # that of transformers where the file has none
+        patterns[_LETTERS] = letters
+    pattern = next(iter(patterns.values()), "ME*-")  # transformers' default
     number = value_of(dict(config), "num_hidden_layers", int, None)
-    if len(set(found.values())) > 1 or not pattern or number not in (None, len(pattern)):
-        said = ", ".join(f"{name} has {len(each)} layers ({shown(each)})" for name, each in found.items())
+    if len(set(patterns.values())) > 1 or not pattern or number not in (None, len(pattern)):
+        listing = ", ".join(
+            f"{name} has {len(letters_of)} layers ({shown(letters_of)})" for name, letters_of in patterns.items()
+        )
         raise DataError(
-            f"config.json: {said or f'no list of layers means {pattern}'}, and num_hidden_layers={shown(number)}: they "
-            "must say the same; correct the file"
+            f"config.json: {listing or f'no list of layers means {pattern}'}, and "
+            f"num_hidden_layers={shown(number)}, which contradict each other; correct the file"
         )
     return pattern
 
@@ -75,7 +77,7 @@ def _pattern_of(config: Mapping[str, Any]) -> str:
 @final
 @dataclass(frozen=True)
 class _Where(Entry):
-    """A field of layers of one letter, used only if the model has such layers."""
+    """A field that matters only if the model has layers of one letter."""
 
     letter: str
     entry: Entry
@@ -110,7 +112,7 @@ class _Where(Entry):
 
 @final
 class _NoPositions(Entry):
-    """Attention has no positions, whatever a file says of rotations."""
+    """Attention never has positions, even if a file has rotary parameters."""
 
     names = ROPE_NAMES
 
@@ -129,21 +131,21 @@ def _is(letter: str) -> Condition:
 
 
 _ROWS = {"C": "x", "B": "x", "inputs": "r y", "gates": "r y", "steps": "r"}
-"""Rows of a group, in order -> axes whose product is their number; the first three are convolved."""
+"""Kind of a group's rows, in order -> axes whose product is their number; the first three kinds are convolved."""
 
 
 def _pieces(axis: str, axes: str, *names: str) -> tuple[TensorPattern, ...]:
-    """Returns the pieces of a tensor whose rows are ordered by group here, and by kind there."""
+    """Returns the pieces of a tensor whose rows we order by group, and Hugging Face by kind."""
     return tuple(TensorPattern("", axes, stretch(axis, _ROWS, name)) for name in names)
 
 
 def _named(rule: Rule) -> Rule:
-    """Gives tensors their published names, which begin with `backbone.` instead of the name in memory."""
-    there = (rule.parts, *rule.others)
-    usual, *others = [
-        tuple(replace(part, name=part.name.replace(_BASES[1], _BASES[0], 1)) for part in parts) for parts in there
+    """Gives tensors their published names, which begin with `backbone.` instead of transformers' `model.`."""
+    in_memory = (rule.parts, *rule.alternatives)
+    published, *alternatives = [
+        tuple(replace(part, name=part.name.replace(_BASES[1], _BASES[0], 1)) for part in parts) for parts in in_memory
     ]
-    return replace(rule, parts=usual, others=(*others, *there))
+    return replace(rule, parts=published, alternatives=(*alternatives, *in_memory))
 
 
 def _of_mixer(key: str, name: str, axes: str, letter: str) -> Rule:
@@ -155,17 +157,17 @@ def _norm(key: str, letter: str) -> Rule:
 
 
 def _of_experts(linear: str, name: str, axes: str) -> Rule:
-    # all experts of a layer in one tensor, as transformers 5 holds them
+    # transformers 5 has all experts of a layer in one tensor
     together = (TensorPattern(f"{THEIRS}mixer.experts.{name}", f"E {axes}"),)
     alone = (TensorPattern(f"{THEIRS}mixer.experts.{{E}}.{name}.weight", axes),)
     key = f"{KEY}mlp.experts.experts.{linear}.weight"
-    return Rule(key, f"E {axes}", alone, has_experts, others=(together,))
+    return Rule(key, f"E {axes}", alone, has_experts, alternatives=(together,))
 
 
 _MIXER = "self_attention."
 _ATTENTION = tuple(
-    TensorPattern(f"{THEIRS}mixer.{name}_proj.weight", axes, {"s": place})
-    for name, axes, place in (("q", "(G s d) h", slice(0, -2)), ("k", "(G d) h", -2), ("v", "(G d) h", -1))
+    TensorPattern(f"{THEIRS}mixer.{name}_proj.weight", axes, {"s": slot})
+    for name, axes, slot in (("q", "(G s d) h", slice(0, -2)), ("k", "(G d) h", -2), ("v", "(G d) h", -1))
 )
 _CONVOLVED = ("inputs", "B", "C")
 _MAMBA = (
@@ -177,7 +179,7 @@ _MAMBA = (
             TensorPattern(
                 f"{THEIRS}mixer.in_proj.weight",
                 "",
-                # the whole: rows of an adapter's B also have this order
+                # the whole tensor as a region, so that the rows of an adapter's B get the same order
                 region="(K p) h",
                 pieces=_pieces("p", "(K p) h", "gates", *_CONVOLVED, "steps"),
             ),
@@ -209,7 +211,7 @@ _LAYER = (
     _of_mixer("mlp.linear_fc1.weight", "up_proj.weight", "f h", "-"),
     _of_mixer("mlp.linear_fc2.weight", "down_proj.weight", "h f", "-"),
     _norm("pre_mlp_layernorm.weight", "E"),
-    # float32 in files of transformers whatever the precision of the others
+    # transformers always stores these in float32
     replace(_of_mixer("mlp.router.weight", "gate.weight", "E h", "E"), keeps_dtype=True),
     replace(_of_mixer("mlp.router.expert_bias", "gate.e_score_correction_bias", "E", "E"), keeps_dtype=True),
     _of_experts("linear_fc1", "up_proj", "e h"),
@@ -233,7 +235,7 @@ _OF_MAMBA: tuple[Entry, ...] = (
     Field("ssm_state_size", "mamba.state_dim", 128),
     Field("conv_kernel", "mamba.conv_kernel", 4, alias="mamba_d_conv"),
     Field("use_conv_bias", "mamba.conv_bias", True, alias="mamba_conv_bias"),
-    # transformers takes it as the bound of steps, and not time_step_limit
+    # transformers bounds steps by it, and not by time_step_limit
     Field("time_step_min", "mamba.step_min", 0.001, alias="mamba_dt_min"),
     Required("mamba_hidden_act", "silu", "silu", ("swish",)),
     Required("use_bias", False, False),
@@ -277,12 +279,12 @@ NEMOTRON_H = Family(
     tuple(_named(rule) for rule in (*_VOCABULARY, *_LAYER)),
     inert=(
         *("expand", "mamba_expand", "chunk_size", "mamba_chunk_size", "mamba_proj_bias", "mamba_ssm_cache_dtype"),
-        # of initial weights, and a bound that transformers does not read
+        # these concern initial weights, or a bound that transformers does not read
         *("time_step_max", "mamba_dt_max", "time_step_floor", "mamba_dt_init_floor"),
         *("time_step_limit", "mamba_dt_limit", "rescale_prenorm_residual"),
         *("use_mamba_kernels", "num_logits_to_keep", "residual_in_fp32", "hidden_dropout", "norm_eps", "rms_norm_eps"),
         *("n_shared_experts", "moe_shared_expert_overlap"),
-        # predictions further ahead, which transformers does not read either
+        # MTP, which transformers does not read, either
         *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     ),
     carried_names=(r"mtp\..+",),

@@ -1,4 +1,4 @@
-"""OLMo-2 and OLMo-3: norms after attention and the feed-forward part, and over whole queries and keys."""
+"""OLMo 2 and OLMo 3: norms after attention and the feed-forward part, and over whole queries and keys."""
 
 from typing import Any, final
 
@@ -29,47 +29,49 @@ _WINDOWS = Windows(4096, every_nth(4), has_switch=False)
 
 @final
 class _OlmoRopes(Entry):
-    """Rotary embeddings of both kinds of layer; only that of layers without a window may be scaled."""
+    """Rotary embeddings of both kinds of layer; only the one of layers without a window may be scaled."""
 
     names = ROPE_NAMES
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        said = parameters_by_kind(config)
-        if said is None and "rope_theta" not in config:
+        by_kind = parameters_by_kind(config)
+        if by_kind is None and "rope_theta" not in config:
             raise DataError(
-                "config.json: neither rope_theta nor rope_parameters is given: transformers 4 then takes 10000, and "
-                f"transformers 5 {_BASE:g}; add the one that the model was trained with"
+                "config.json: rope_theta and rope_parameters are missing, for which transformers 4 uses a base of "
+                f"10000, and transformers 5 {_BASE:g}; add the base that the model was trained with"
             )
         has_windows = _WINDOWS.read(config)["sliding_window"] is not None
-        wide = read_rope({**config, "rope_parameters": None if said is None else said.get(WIDE)}, _BASE, by_kind=True)
-        found = {f"rope.{name}": value for name, value in wide.items()}
-        return found | {"rope.local_base": self._local_base(config, said)} if has_windows else found
+        wide = read_rope(
+            {**config, "rope_parameters": None if by_kind is None else by_kind.get(WIDE)}, _BASE, by_kind=True
+        )
+        fields = {f"rope.{name}": value for name, value in wide.items()}
+        return fields | {"rope.local_base": self._local_base(config, by_kind)} if has_windows else fields
 
     @staticmethod
-    def _local_base(config: dict[str, Any], said: dict[str, Any] | None) -> float:
-        local = local_base({"rope_parameters": None if said is None else said.get(WINDOWED)}, _BASE)
+    def _local_base(config: dict[str, Any], by_kind: dict[str, Any] | None) -> float:
+        local = local_base({"rope_parameters": None if by_kind is None else by_kind.get(WINDOWED)}, _BASE)
         if config.get("rope_theta", local) != local:
-            # transformers 4 rotated windowed layers by it, transformers 5 rotates them by its default
+            # windowed layers use rope_theta in transformers 4, and the default in transformers 5
             raise DataError(
-                f"config.json: rope_theta={config['rope_theta']} does not say whether windowed layers rotate by it or "
-                f"by {local:g}; give rope_parameters with {WIDE} and {WINDOWED} instead"
+                f"config.json: rope_theta={config['rope_theta']} does not tell whether windowed layers use it or "
+                f"{local:g}; set rope_parameters with {WIDE} and {WINDOWED} instead"
             )
         return local
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         base = model.rope.base if model.rope.local_base is None else model.rope.local_base
-        # The old style has one theta, which two versions of transformers apply to windowed layers differently: only the
-        # default is unambiguous.
+        # the old style has one theta, which versions of transformers apply to windowed layers differently, so only the
+        # default is unambiguous
         if "rope_theta" in config and "rope_parameters" not in config and base == model.rope.base == _BASE:
             return written_rope(config, model.rope)
         return written_by_kind(model.rope)
 
     def older(self, config: dict[str, Any]) -> dict[str, Any]:
-        said = config.get("rope_parameters") or {}
-        used = said.values() if _WINDOWS.read(config)["sliding_window"] is not None else [said.get(WIDE)]
-        bases = {one["rope_theta"] for one in used if one and "rope_theta" in one}
+        by_kind = config.get("rope_parameters") or {}
+        used = by_kind.values() if _WINDOWS.read(config)["sliding_window"] is not None else [by_kind.get(WIDE)]
+        bases = {parameters["rope_theta"] for parameters in used if parameters and "rope_theta" in parameters}
         # transformers 4 has one base for all layers
-        return older_rope(said.get(WIDE), by_kind=True) if len(bases) < 2 else {}
+        return older_rope(by_kind.get(WIDE), by_kind=True) if len(bases) < 2 else {}
 
 
 _ENTRIES = (
@@ -90,7 +92,7 @@ _RULES = (
     *FEED_FORWARD,
 )
 
-# transformers 4 accepts exactly `type` and `factor` there, for linear scaling, and refuses all others
+# for linear scaling, transformers 4 accepts exactly `type` and `factor`
 OLMO2 = Family("olmo2", "Olmo2ForCausalLM", (*_ENTRIES, Rope(older_type="type")), _RULES)
 OLMO3 = Family("olmo3", "Olmo3ForCausalLM", (*_ENTRIES, _WINDOWS, _OlmoRopes()), _RULES)
 FAMILIES = (OLMO2, OLMO3)
