@@ -1,1 +1,1 @@
-"""`Engine`: training steps from a program of the user, sample by sample."""
+"""`Engine`: training steps in a user's own program, on samples that it provides."""

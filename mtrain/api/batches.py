@@ -1,4 +1,4 @@
-"""Global batches of a user's program: the part that a rank reads, and what passes over them report."""
+"""Global batches of a user's program: each rank's part of them, and the results of forward passes."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,12 +39,12 @@ class SplitBatch(NamedTuple):
     samples: Given
     plan: RowPlan
     """Rows of the samples."""
-    own: list[Microbatch] | None
-    """Microbatches of this rank; None if tensor-parallel rank 0 reads for it."""
+    microbatches: list[Microbatch] | None
+    """Microbatches of this rank; None on ranks that receive them from tensor-parallel rank 0."""
 
 
 class GlobalBatches:
-    """Splits samples that all ranks hold, so that each rank takes its part."""
+    """Splits global batches, which all ranks have, into the parts of the ranks."""
 
     def __init__(self, config: Config, groups: Groups) -> None:
         self._config, self._groups = config, groups
@@ -68,11 +68,11 @@ class GlobalBatches:
                 if number == 0:
                     raise _refused(_NOTHING.format("batches have"))
                 return
-            # planned as a whole, so that the number of microbatches is that of a training step
-            yield self._split(batch, size, extras, number == 0).own
+            # planned for `size` samples even if fewer are left, so that every pass has a training step's microbatches
+            yield self._split(batch, size, extras, number == 0).microbatches
 
     def _split(self, batch: Sequence[Datum], size: int, extras: Sequence[str], has_first: bool) -> SplitBatch:
-        samples = Given([sample_of(each, f"sample {slot}", self._config, extras) for slot, each in enumerate(batch)])
+        samples = Given([sample_of(datum, f"sample {slot}", self._config, extras) for slot, datum in enumerate(batch)])
         plan = self._rows.plan(samples, size)
         if self._groups.tp_rank > 0:
             return SplitBatch(samples, plan, None)
@@ -83,10 +83,10 @@ class GlobalBatches:
 
 def checked_config(config: Config) -> Config:
     if not isinstance(config, Config):
-        raise ConfigError(f"Engine needs a Config, as load_config makes it, but got a {type(config).__name__}")
+        raise ConfigError(f"Engine needs a Config from load_config, but got a {type(config).__name__}")
     if config.train.num_epochs is not None:
         raise ConfigError(
-            f"train.num_epochs={config.train.num_epochs:g} counts samples of files, but a program brings its own; set "
+            f"train.num_epochs={config.train.num_epochs:g} counts samples of files, but a program passes its own; set "
             "train.num_steps"
         )
     return config
@@ -104,16 +104,16 @@ def checked_batch(batch: Sequence[Datum]) -> Sequence[Datum]:
 
 def _refused(text: str) -> DataError:
     error = DataError(text)
-    error.on_every_rank = True  # all ranks hold the same
+    error.on_every_rank = True  # all ranks have the same samples
     return error
 
 
 class AskedScores(NamedTuple):
-    """What a pass over a global batch reports besides log-probabilities, and at which temperature."""
+    """Options of a forward pass: the temperature, and results in addition to log-probabilities."""
 
     entropy: bool = False
     temperature: float | None = None
-    """Divisor of the logits; None: that of each sample, by default 1."""
+    """Divisor of the logits; None: the temperature of each sample, by default 1."""
     routed_experts: bool = False
     """Whether to report the tokens' experts; one all-reduce over the world per layer with experts."""
 
@@ -124,9 +124,9 @@ def label_scores(
     batches: Sequence[Microbatch] | None,
     num_microbatches: int,
     extras: Sequence[str],
-    asked: AskedScores,
+    query: AskedScores,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the log-probability of the label at each position of a global batch, and what else is asked for.
+    """Returns the log-probability of the label at each position of a global batch, and what else `request` names.
 
     Rows are ordered by microbatch, then by data-parallel rank: without packing by slot of the global batch. One
     all-reduce of the result over the world at the end, in addition to megatron-core's own collectives. The model's
@@ -136,71 +136,71 @@ def label_scores(
         batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data.
 
     Returns:
-        Scores, [1 or 2, rows, seq] float32 on the device, in nats: log-probabilities, and entropies if requested. And
-            the tokens' experts, [rows, seq, layers, top_k] int32 on the CPU; None if not requested.
+        Scores, [1 or 2, rows, seq] float32 on the device, in nats: log-probabilities, and entropies if requested; and
+            the tokens' experts, [rows, seq, layers, top_k] int32 on the CPU, or None if not requested.
     """
     model.sharded.gather_parameters()
     config, groups = model.config, model.groups
     size, seq, layout = config.train.micro_batch_size, config.row_width, groups.layout
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups, extras)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # without MTP
-    found = torch.zeros(1 + asked.entropy, num_microbatches * layout.dp * size, seq, device=groups.device)
+    result = torch.zeros(1 + query.entropy, num_microbatches * layout.dp * size, seq, device=groups.device)
     columns = torch.arange(seq)
     if layout.cp > 1:
         columns = zigzag_index_on(groups.device, seq, layout.cp, groups.cp_rank)
     numbers = itertools.count()
-    temperature = 1.0 if asked.temperature is None else asked.temperature
+    temperature = 1.0 if query.temperature is None else query.temperature
 
     def take(logits: Logits, batch: Microbatch) -> None:
-        scores = label_log_probs(logits, batch, config, groups, asked.entropy, temperature)
-        own = slots(next(numbers), groups.dp_rank, layout.dp, size)
+        scores = label_log_probs(logits, batch, config, groups, query.entropy, temperature)
+        row_range = slots(next(numbers), groups.dp_rank, layout.dp, size)
         if groups.counts_loss:  # otherwise every tensor-parallel rank would add the same numbers
-            found[:, own.start : own.stop, columns] = scores
+            result[:, row_range.start : row_range.stop, columns] = scores
 
-    experts = RecordedChoices(model, ROUTED_EXPERTS) if asked.routed_experts else None
+    experts = RecordedChoices(model, ROUTED_EXPERTS) if query.routed_experts else None
     with evaluating(model.chunks), nullcontext() if experts is None else experts.recording():
         run_forward(model.chunks, rows, take, config)
-    dist.all_reduce(found)
+    dist.all_reduce(result)
     if experts is None:
-        return found, None
+        return result, None
 
     def write(table: Tensor, number: int, first: int, chosen: Tensor) -> None:
-        own = slots(number, groups.dp_rank, layout.dp, size)
-        table[own.start : own.stop, columns[first : first + len(chosen)]] = chosen.transpose(0, 1)
+        row_range = slots(number, groups.dp_rank, layout.dp, size)
+        table[row_range.start : row_range.stop, columns[first : first + len(chosen)]] = chosen.transpose(0, 1)
 
-    return found, experts.gathered(found.shape[1], seq, size, write)
+    return result, experts.gathered(result.shape[1], seq, size, write)
 
 
 def scores_of_samples(batch: Sequence[Datum], model: RankModel, batches: GlobalBatches) -> list[float]:
     """Returns the score of each sample of a global batch for a preference loss. Collective over the world."""
     extras = named_choices(checked_batch(batch))
-    _, plan, own = batches.split(batch, extras)
-    return sequence_scores(model, own, plan.num_microbatches, extras).scores.tolist()
+    _, plan, microbatches = batches.split(batch, extras)
+    return sequence_scores(model, microbatches, plan.num_microbatches, extras).scores.tolist()
 
 
-def token_scores(batch: Sequence[Datum], asked: AskedScores, model: RankModel, batches: GlobalBatches) -> ForwardResult:
-    """Returns log-probabilities of a global batch, and what else is asked for. Collective over the world."""
+def token_scores(batch: Sequence[Datum], query: AskedScores, model: RankModel, batches: GlobalBatches) -> ForwardResult:
+    """Returns log-probabilities of a global batch, and what else `request` names. Collective over the world."""
     if (head := model.config.model.head) is not None:
         raise ConfigError(
-            f"{head} is a head, which gives no log-probabilities of tokens; take Engine.scores (of one label) or "
+            f"{head} is a head, which gives no log-probabilities of tokens; use Engine.scores (of one label) or "
             "Engine.evaluate"
         )
-    if asked.temperature is not None:
-        check_temperature(asked.temperature, "temperature")
+    if query.temperature is not None:
+        check_temperature(query.temperature, "temperature")
     elif all(datum.temperature is None for datum in checked_batch(batch)):
-        asked = asked._replace(temperature=1.0)
-    extras = (*([TEMPERATURE] if asked.temperature is None else []), *named_choices(batch))
-    samples, plan, own = batches.split(batch, extras)
-    scores, experts = label_scores(model, own, plan.num_microbatches, extras, asked)
-    found = scores.cpu()
-    places = samples.positions(plan, model.groups.layout.dp)
+        query = query._replace(temperature=1.0)
+    extras = (*([TEMPERATURE] if query.temperature is None else []), *named_choices(batch))
+    samples, plan, microbatches = batches.split(batch, extras)
+    scores, experts = label_scores(model, microbatches, plan.num_microbatches, extras, query)
+    all_scores = scores.cpu()
+    positions = samples.positions(plan, model.groups.layout.dp)
     parts = [
         (row, slice(begin, begin + len(datum.input_ids) - 1))
-        for (row, begin), datum in zip((places[slot] for slot in range(len(batch))), batch)
+        for (row, begin), datum in zip((positions[slot] for slot in range(len(batch))), batch)
     ]
-    of_samples = [found[:, row, part].clone() for row, part in parts]
+    of_samples = [all_scores[:, row, part].clone() for row, part in parts]
     return ForwardResult(
         [score[0] for score in of_samples],
-        [score[1] for score in of_samples] if asked.entropy else [],
+        [score[1] for score in of_samples] if query.entropy else [],
         [] if experts is None else [experts[row, part].clone() for row, part in parts],
     )

@@ -1,4 +1,4 @@
-"""Engine for a user's own program: the parts of `mtrain train` under the user's loop.
+"""Engine for a user's own program: the parts of `mtrain train`, called from the user's loop.
 
 Every method is collective: all ranks call the same ones in the same order, with the same arguments.
 """
@@ -53,17 +53,17 @@ class Engine(Turns):
 
     The engine initialises torch.distributed from the launcher's environment (torchrun, srun, `mtrain launch local`; a
     single rank without a launcher). If the program has initialised it already, the engine uses that and leaves it open
-    at the end. A process can have one engine at a time; after `close` it can open another, under another layout.
+    at the end. A process can have one engine at a time; after `close` it can open another, also with another layout.
 
     Initial weights are those of `mtrain train`: from `checkpoint.initialize_from` or `model.hf`, or drawn from
-    `train.seed`, the same under any layout. Of `data.*` only `data.seq_length`, the length of a sample, and
-    `data.packing` are used.
+    `train.seed`, the same under any layout. Of `data.*` the engine uses only `data.seq_length`, the length of a sample,
+    and `data.packing`.
 
     Batches are global: every rank passes all samples, and the engine takes the rank's part. Any number of samples is
-    allowed; empty rows, which count nothing, complete the last microbatch. With `data.packing` rows hold several
-    samples, which do not attend to each other.
+    allowed; empty rows with weight 0 complete the last microbatch. With `data.packing` rows hold several samples, which
+    do not attend to each other.
 
-    All methods may raise RankLostError or MachineError inside a `with` block, when another rank is gone or memory runs
+    All methods may raise RankLostError or MachineError inside a `with` block, if another rank is gone or memory runs
     out, and RuntimeError after `close`.
     """
 
@@ -77,12 +77,12 @@ class Engine(Turns):
                 configuration or belongs to another launch.
         """
         train = checked_config(config).train
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as resources:
             purpose = purpose_of("Engine", config)
-            held.enter_context(deterministic(train.deterministic))
-            device = held.enter_context(joined_distributed(train.device, train.process_group_timeout_s, purpose))
+            resources.enter_context(deterministic(train.deterministic))
+            device = resources.enter_context(joined_distributed(train.device, train.process_group_timeout_s, purpose))
             layout = Layout.from_config(config, dist.get_world_size())
-            groups = held.enter_context(opened_groups(layout, device, train.seed, train.process_group_timeout_s))
+            groups = resources.enter_context(opened_groups(layout, device, train.seed, train.process_group_timeout_s))
             self._groups, self.config = groups, config
             self._objective = Objective.from_config(config.loss, config.model)
             self._sources = agreed(groups, lambda: source_fingerprints(config.loss))
@@ -90,10 +90,10 @@ class Engine(Turns):
             initialize(self._built_step.model)
             if config.adapter is not None:
                 self._base = SharedBase(self._built_step)
-                held.callback(self._base.close)
+                resources.callback(self._base.close)
             self._batches = GlobalBatches(config, groups)
-            # a failure above closes everything that was opened; from here on `close` does
-            self._held = held.pop_all()
+            # until here a failure closes everything that was opened; from here on `close` does
+            self._resources = resources.pop_all()
             open_engines.add(self)
 
     @property
@@ -124,19 +124,19 @@ class Engine(Turns):
 
         Args:
             batch: Samples of the global batch.
-            entropy: Whether to compute the entropy of each distribution, which costs one more all-reduce over TP for
-                each chunk of tokens, and a pass over the logits.
+            entropy: Whether to compute the entropy of each distribution, which costs one more all-reduce over
+                tensor-parallel ranks for each chunk of tokens, and a pass over the logits.
             temperature: Divisor of the logits, for log-probabilities and entropies of a sampler with that temperature.
                 None: `Datum.temperature` of each sample, by default 1.
             routed_experts: Whether to return each token's experts, for `Datum.routed_experts` of later passes; one more
                 all-reduce over all ranks for each layer with experts.
 
         Raises:
-            ConfigError: Routed experts are requested or given, and the model has no experts, or drops tokens.
+            ConfigError: Routed experts are requested or given, but the model has no experts, or drops tokens.
             DataError: A sample does not fit the configuration.
         """
-        asked = AskedScores(entropy, temperature, routed_experts)
-        return token_scores(batch, asked, self._built().model, self._batches)
+        query = AskedScores(entropy, temperature, routed_experts)
+        return token_scores(batch, query, self._built().model, self._batches)
 
     def scores(self, batch: Sequence[Datum]) -> list[float]:
         """Returns the scores that a preference loss compares, for `GroupMember.reference`; no gradient, no dropout.
@@ -164,8 +164,8 @@ class Engine(Turns):
 
         Args:
             batch: Samples of the global batch.
-            loss: Loss instead of `loss.function`: a name, as for that key, or a function TermInputs -> LossPair under
-                the contract of docs/extending/loss.md. Weights follow `loss.aggregation`. None: the loss of the
+            loss: Loss instead of `loss.function`: a name, as for that key, or a function TermInputs -> LossPair that
+                meets the contract of docs/extending/loss.md. Weights follow `loss.aggregation`. None: the loss of the
                 configuration.
             options: Options of a named loss, as in `loss.options`.
 
@@ -173,9 +173,9 @@ class Engine(Turns):
             ConfigError: The loss function is not known, does not accept the options, breaks its contract or lacks its
                 teacher; or this is a second call, and terms with separate denominators need the whole batch in the
                 first one.
-            DataError: A sample does not fit the configuration, or lacks an extra that the loss needs; the gradients of
-                earlier calls are kept. An error during the pass loses them.
-            NumericError: An extra is not finite; the gradients of earlier calls are kept.
+            DataError: A sample does not fit the configuration, or lacks an extra that the loss needs. The gradients of
+                earlier calls remain, unless the error occurs during the pass.
+            NumericError: An extra is not finite; the gradients of earlier calls remain.
         """
         training = self._built().training
         if self._is_bare:
@@ -184,9 +184,9 @@ class Engine(Turns):
         objective = replace(
             self._objective_of(loss, options), has_temperatures=has_temperatures, choices=named_choices(batch)
         )
-        _, plan, own = self._batches.split(batch, objective.extras, has_first=self._open is None)
-        step, self._open = self._open or training.open(), None  # a pass that fails must not leave half a gradient
-        training.accumulate(step, own, plan.num_microbatches, objective, is_last=False)
+        _, plan, microbatches = self._batches.split(batch, objective.extras, has_first=self._open is None)
+        step, self._open = self._open or training.open(), None  # a failed pass must not leave half a gradient
+        training.accumulate(step, microbatches, plan.num_microbatches, objective, is_last=False)
         self._open = step
         self._tokens += sum(len(datum.input_ids) - 1 for datum in batch)
 
@@ -194,16 +194,16 @@ class Engine(Turns):
         """Sums gradients over all ranks, divides them once by the global denominator, clips and updates.
 
         Args:
-            lr: Learning rate; None: that of `optimizer.*` for this step.
+            lr: Learning rate; None: that of the schedule in `optimizer.*`.
             options: Options of AdamW from this step on; None: unchanged, initially those of `optimizer.*`.
 
         Raises:
             ConfigError: Options are given, but the optimizer is Muon.
-            NumericError: A loss, a denominator or the gradient norm is not finite or impossible, on all ranks. The
-                gradients are lost, the weights unchanged.
-            RuntimeError: There was no `forward_backward` since the last step.
+            NumericError: A loss, a denominator or the gradient norm is not finite or impossible; raised on all ranks.
+                The gradients are lost, the weights unchanged.
+            RuntimeError: No `forward_backward` was called since the last step.
             ValueError: An update with this learning rate and these options could leave the range of float32. The
-                gradients are kept.
+                gradients remain.
         """
         training = self._built().training
         if self._open is None:
@@ -229,16 +229,16 @@ class Engine(Turns):
         """Returns the loss over some data, forward only: one sum over one sum, however the data are split into batches.
 
         Args:
-            batches: Global batches of any sizes; read once, `train.global_batch_size` samples at a time.
+            batches: Global batches of any size; read once, `train.global_batch_size` samples at a time.
             loss: Loss instead of `loss.function`, as for `forward_backward`.
             options: Options of a named loss.
 
         Raises:
-            NumericError, ConfigError, DataError: See `forward_backward` and `optim_step`.
+            NumericError, ConfigError, DataError: As for `forward_backward` and `optim_step`.
         """
         built = self._built()
-        # data are read once, so whether a sample has a temperature or routed experts is unknown; without it is 1,
-        # and routers choose
+        # data are read only once, so every sample gets a temperature, by default 1, and room for routed experts, by
+        # default those that the router chooses
         choices = tuple(choice_shapes(self.config.model))
         objective = replace(self._objective_of(loss, options), has_temperatures=True, choices=choices)
         totals = forward_totals(built.model, objective, self._batches.passes(batches, objective.extras), built.teacher)
@@ -259,17 +259,17 @@ class Engine(Turns):
         Args:
             prompts: Token ids of each prompt, the same on all ranks; at least one token each.
             sampling: Rules for drawing tokens and ending an answer. None: SamplingParams().
-            max_sequences: Most answers in progress on a data-parallel or context-parallel rank; memory is allocated for
-                their keys and values.
+            max_sequences: Most answers in progress on a data-parallel or context-parallel rank, for which the key/value
+                cache is allocated.
             routed_experts: Whether to return each token's experts, for `Datum.routed_experts`.
 
         Returns:
             Answer to each prompt, on every rank.
 
         Raises:
-            ConfigError: The model's layers cannot generate, or it has no experts to return.
+            ConfigError: The model's layers cannot generate, or routed experts are requested of a model without experts.
             NumericError: The logits are not finite.
-            ValueError: A prompt is empty, or holds a number that is no id of the vocabulary.
+            ValueError: A prompt is empty, or contains a number that is not an id of the vocabulary.
         """
         model = self._built().model
         model.sharded.gather_parameters()
@@ -279,8 +279,8 @@ class Engine(Turns):
         """Saves weights, optimizer and step, complete when this returns.
 
         Args:
-            run_dir: Run folder that all ranks can see; gets `checkpoints/` and `config.yaml`, like a run of `mtrain
-                train`, so that every command of mtrain can use it. None: `run.dir`. Nothing in it is deleted.
+            run_dir: Run folder that all ranks can see. It gets `checkpoints/` and `config.yaml`, like a run of `mtrain
+                train`, so that every command of mtrain can use it; nothing in it is deleted. None: `run.dir`.
 
         Returns:
             Path of the checkpoint, such as `run_dir/checkpoints/step_00000010`.
@@ -288,8 +288,8 @@ class Engine(Turns):
         Raises:
             DataError: The newest checkpoint of the folder was trained with another teacher, or another source of the
                 user's loss, without the consent of `checkpoint.allow_changed`.
-            RunFolderError: The folder holds this step already or a run of another configuration, or is in use.
-            MachineError: The disk refuses.
+            RunFolderError: The folder already has this step or a run of another configuration, or is in use.
+            MachineError: The disk is full or cannot be written.
             NumericError: A weight is not finite; nothing was saved.
         """
         folder = RunFolder(Path(self.config.run.dir if run_dir is None else run_dir))
@@ -303,8 +303,8 @@ class Engine(Turns):
 
         Raises:
             DataError: The checkpoint was trained with another teacher, or another source of the user's loss, without
-                the consent of `checkpoint.allow_changed`; or it is damaged, of another model, or holds nan or inf, and
-                the engine must not be used then.
+                the consent of `checkpoint.allow_changed`; or it is damaged, belongs to another model, or contains nan
+                or inf, and then the engine must no longer be used.
         """
         model, inputs = self._built().model, self._inputs()
         # accumulated gradients belong to the old weights
@@ -312,8 +312,8 @@ class Engine(Turns):
         self.step, self._total_tokens, *_ = load_from(Path(path), model, inputs)
 
     def _inputs(self) -> dict[str, str]:
-        """Returns the fingerprints of what determines numbers besides samples and weights, by key of the
-        configuration."""
+        """Returns the fingerprints of inputs that determine results besides samples and weights, by configuration
+        key."""
         return {**self._sources, **of_teacher(self._built().teacher)}
 
     def export_hf(self, folder: Path | str) -> None:
@@ -328,29 +328,29 @@ class Engine(Turns):
         Raises:
             ConfigError: The folder exists.
             DataError: No Hugging Face family can describe the model.
-            MachineError: The disk refuses.
+            MachineError: The disk is full or cannot be written.
         """
         exported_through_checkpoint(Path(folder), self.save)
 
     def named_hf_tensors(
         self, content: HfContent = "merged", everywhere: bool = True, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the current weights whole, under Hugging Face's names, for an inference engine; uses no disk.
+        """Yields the current weights as whole tensors under Hugging Face's names, for an inference engine; no disk.
 
-        The tensors are bit for bit those of `export_hf`, in the order of the model; a table that a folder holds under
-        two names is yielded once. (With adapters on a GPU the sum with the frozen matrix is rounded on the GPU, in an
-        export on the CPU.) Tensors are on the engine's device, in the precision of the run, and the caller may keep
+        The tensors are bit for bit those of `export_hf`, in the order of the model; a table that a folder has under two
+        names is yielded once. (With adapters on a GPU, the sum with the frozen matrix is rounded on the GPU; an export
+        rounds it on the CPU.) Tensors are on the engine's device, in the precision of the run, and the caller may keep
         them.
 
         Every rank must iterate to the end, and must not call another method of the engine meanwhile: tensors are
-        gathered during the iteration, a bucket at a time, by one broadcast from each rank that holds a part of it.
+        gathered during the iteration, a bucket at a time, by one broadcast from each rank that has a part of it.
 
         Args:
             content: Weights of a model with adapters: "merged", "base" for the frozen model, or "adapter" for the
                 adapters under PEFT's names, the only weights that change.
             everywhere: Whether every rank gets the tensors; if not, only rank 0 does, and others iterate over nothing.
-            bucket_bytes: Size of the tensors that are gathered together; a rank that gets them needs about three times
-                as much.
+            bucket_bytes: Size of the tensors that are gathered together; a receiving rank needs about three times as
+                much memory.
 
         Raises:
             ConfigError: The model has no adapters to yield.
@@ -372,7 +372,7 @@ class Engine(Turns):
             bucket_bytes: Size as for `named_hf_tensors`.
 
         Returns:
-            Number of bytes that were sent.
+            Number of bytes sent.
 
         Raises:
             ConfigError: Rank 0 has no group, or the model has no adapters to send.
@@ -388,14 +388,14 @@ class Engine(Turns):
 
         Args:
             content: Weights to send, as for `named_hf_tensors`.
-            dtype: Dtype that the receiver computes in, to which tensors in the run's precision are rounded: a change
-                that rounding hides is not sent. None: as they are.
+            dtype: Dtype in which the receiver computes; tensors in the run's precision are rounded to it, and a change
+                that rounding hides is not sent. None: no rounding.
             bucket_bytes: Size as for `named_hf_tensors`.
 
         Raises:
             ConfigError, DataError: As for `named_hf_tensors`.
         """
-        self._hf_tensors(content, dtype)  # a first plan, so that errors are raised here
+        self._hf_tensors(content, dtype)  # plans once, so that errors are raised here
         return WeightDeltas(lambda: self._hf_tensors(content, dtype), bucket_bytes, self.device)
 
     def __enter__(self) -> Self:
@@ -405,12 +405,12 @@ class Engine(Turns):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._let_go()
-        self._held.__exit__(kind, error, traceback)
+        self._resources.__exit__(kind, error, traceback)
 
     def __repr__(self) -> str:
         model, state = self.config.model, "closed" if self._built_step is None else f"step {self.step}"
-        place = f"layout {self._groups.layout}, rank {self.rank} of {self.world_size} on {self.device}"
-        return f"<Engine: {num_parameters(model):,} parameters in {model.num_layers} layers; {place}; {state}>"
+        location = f"layout {self._groups.layout}, rank {self.rank} of {self.world_size} on {self.device}"
+        return f"<Engine: {num_parameters(model):,} parameters in {model.num_layers} layers; {location}; {state}>"
 
     def _hf_tensors(self, content: HfContent, dtype: torch.dtype | None = None) -> HfTensors:
         return HfTensors(self._built().model, content, dtype)
@@ -418,5 +418,5 @@ class Engine(Turns):
     def _objective_of(self, loss: AnyLoss | str | None, options: Mapping[str, Any] | None) -> Objective:
         if loss is None and options is None:
             return self._objective
-        # options without a loss are those of the configuration's function
+        # options without a loss apply to the configuration's function
         return self._objective.with_main(self.config.loss.function if loss is None else loss, self.config.loss, options)

@@ -1,6 +1,6 @@
 """Weights of a distributed model under Hugging Face's names and shapes, gathered a bucket at a time, and their changes.
 
-Names, shapes and bits are those of an export: the same tables define both. No disk is used.
+Names, shapes and bits are those of an export, since the same tables define both. No disk is used.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from mtrain.hf.schema.table import FilledSlice, stream_tensor
 
 HfContent: TypeAlias = Literal["merged", "base", "adapter"]
 """Weights of a model with adapters: merged, the frozen model alone, or the adapters alone under PEFT's names. Without
-adapters merged and base are the same."""
+adapters, merged and base are the same."""
 
 
 class _Unit(NamedTuple):
@@ -60,10 +60,10 @@ class HfTensors:
         Collective over the world: two all-gathers of objects, and the gathering of the model's updated parameters.
 
         Args:
-            dtype: Dtype of the tensors that the run holds in its precision; None: that precision.
+            dtype: Dtype for tensors in the run's precision; None: that precision.
         """
         if content not in get_args(HfContent):
-            raise ValueError(f"content is one of {', '.join(get_args(HfContent))}, not {content!r}")
+            raise ValueError(f"content is {content!r}, but must be one of {', '.join(get_args(HfContent))}")
         if content == "adapter" and model.config.adapter is None:
             raise ConfigError(
                 "content='adapter' needs a model with adapters, but the configuration has no adapter section"
@@ -77,51 +77,51 @@ class HfTensors:
     def stream(self, bucket_bytes: int, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
         """Yields every tensor, gathered a bucket at a time; arguments as for `Engine.named_hf_tensors`.
 
-        Collective over the world, up to the end of the iteration. Memory: about three times the larger of a bucket and
+        Collective over the world until the end of the iteration. Memory: about three times the larger of a bucket and
         the largest tensor.
         """
         for bucket in self._buckets(bucket_bytes):
-            yield from self._made(bucket, None if everywhere else 0)
+            yield from self._exported(bucket, None if everywhere else 0)
 
     def by_rank(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yields every tensor on one rank: bucket i on rank i modulo their number, a bucket on each rank at a time.
+        """Yields every tensor on one rank, bucket i on rank i modulo the number of ranks; one bucket a rank at a time.
 
-        Collective over the world, up to the end of the iteration. A tensor always goes to the same rank.
+        Collective over the world until the end of the iteration. A tensor always goes to the same rank.
         """
         buckets, count = self._buckets(bucket_bytes), dist.get_world_size()
         for first in range(0, len(buckets), count):
-            made = [list(self._made(each, rank)) for rank, each in enumerate(buckets[first : first + count])]
-            yield [each for bucket in made for each in bucket]  # those of other ranks are empty
+            made = [list(self._exported(bucket, rank)) for rank, bucket in enumerate(buckets[first : first + count])]
+            yield [tensor for tensors in made for tensor in tensors]  # empty for the buckets of other ranks
 
-    def _made(self, bucket: Sequence[_Unit], receiver: int | None) -> Iterator[tuple[str, Tensor]]:
+    def _exported(self, bucket: Sequence[_Unit], receiver: int | None) -> Iterator[tuple[str, Tensor]]:
         whole = self._whole.gather([name for unit in bucket for name in unit.sources], receiver)
         if whole is None:
             return
         for unit in bucket:
-            own = {name: whole.pop(name) for name in unit.sources}  # freed when the next unit is made
-            yield from zip([tensor.name for tensor in unit.tensors], unit.make(own), strict=True)
+            parameters = {name: whole.pop(name) for name in unit.sources}  # freed when the next unit is made
+            yield from zip([tensor.name for tensor in unit.tensors], unit.make(parameters), strict=True)
 
     def send(self, bucket_bytes: int, group: dist.ProcessGroup | None) -> int:
-        """Sends all tensors to the other ranks of `group` if this rank has one; other ranks help to gather them.
-        Returns the number of bytes, on all ranks."""
+        """Sends all tensors to the other ranks of `group`; ranks without a group only help to gather them. Returns the
+        number of bytes, on all ranks."""
         tensors = self.stream(bucket_bytes, everywhere=False)
         buckets = [[tensor for unit in bucket for tensor in unit.tensors] for bucket in self._buckets(bucket_bytes)]
         if group is not None:
             send_tensors(tensors, buckets, group, self._device)
         for _ in tensors:
             raise AssertionError("only rank 0 gets tensors, and it has sent them all")
-        return sum(buffer_bytes([each.kind for each in bucket]) for bucket in buckets)
+        return sum(buffer_bytes([tensor.kind for tensor in bucket]) for bucket in buckets)
 
     def _buckets(self, bucket_bytes: int) -> list[list[_Unit]]:
-        found: list[list[_Unit]] = [[]]
+        buckets: list[list[_Unit]] = [[]]
         filled = 0
         for unit in self._units:
-            if found[-1] and filled + unit.size_bytes > bucket_bytes:
-                found.append([])
+            if buckets[-1] and filled + unit.size_bytes > bucket_bytes:
+                buckets.append([])
                 filled = 0
-            found[-1].append(unit)
+            buckets[-1].append(unit)
             filled += unit.size_bytes
-        return found
+        return buckets
 
     def _planned(self) -> Iterator[_Unit]:
         source = source_of_run(self._config)
@@ -130,7 +130,7 @@ class HfTensors:
             case "adapter":
                 yield from self._adapter_units(family)
             case "merged" | "base":
-                # what is trained as a whole is not part of the frozen model
+                # a matrix that is trained as a whole is not part of the frozen model
                 adapter = self._config.adapter if self._content == "base" else None
                 for filled in family.table(source.model).slices:
                     if adapter is None or not is_learned_whole(self._config.model, adapter, filled.key):
@@ -141,27 +141,27 @@ class HfTensors:
     def _unit(self, filled: FilledSlice) -> _Unit:
         """Plans a slice of a global tensor, such as one layer's fused projection, and the tensors in it."""
         key, adapter = filled.key, self._config.adapter if self._content == "merged" else None
-        names = {place: global_name(key, place) for place in stacked_places(key, filled.at)}
+        names = {index: global_name(key, index) for index in stacked_places(key, filled.at)}
         merging = None if adapter is None else Merging(self._config, adapter)
-        sources = [] if merging is None else [each for name in names.values() for each in merging.sources(name)]
-        held = self._whole.kinds[next(iter(names.values()))].dtype
-        if merging is not None:  # a frozen base may be held in lower precision than the run computes in
-            held = dtype_outside(key, DTYPES[self._config.train.precision])
-        dtype = self._sent_as(key, held)
+        sources = [] if merging is None else [source for name in names.values() for source in merging.sources(name)]
+        source_dtype = self._whole.kinds[next(iter(names.values()))].dtype
+        if merging is not None:  # a frozen base may be stored in lower precision than the run computes in
+            source_dtype = dtype_outside(key, DTYPES[self._config.train.precision])
+        dtype = self._sent_as(key, source_dtype)
         axes = len(next(iter(names)))
         inner = TensorSlice.whole(filled.at.shape[axes:])
 
         def make(whole: Mapping[str, Tensor]) -> list[Tensor]:
             # without the rows that pad the vocabulary
-            matrices = {place: inner.of(whole[name]) for place, name in names.items()}
+            matrices = {index: inner.of(whole[name]) for index, name in names.items()}
             if merging is not None:
                 matrices = {
-                    place: merging.merged(names[place], matrix, whole.__getitem__).to(held)
-                    for place, matrix in matrices.items()
+                    index: merging.merged(names[index], matrix, whole.__getitem__).to(source_dtype)
+                    for index, matrix in matrices.items()
                 }
 
-            def read(key: str, wanted: TensorSlice) -> Tensor:
-                return slice_of(key, wanted, dtype, matrices.__getitem__)
+            def read(key: str, part: TensorSlice) -> Tensor:
+                return slice_of(key, part, dtype, matrices.__getitem__)
 
             return [torch.cat(list(stream_tensor(tensor, key, read))).view(tensor.shape) for tensor in filled.tensors]
 
@@ -170,76 +170,73 @@ class HfTensors:
 
     def _adapter_units(self, family: Family) -> Iterator[_Unit]:
         adapter = self._config.adapter
-        assert adapter is not None, "refused before"
-        # a tied table has two names there, one after the other
-        for _, alike in itertools.groupby(peft.tensors(family, self._config.model, adapter), lambda each: each.key):
-            each, *others = alike
-            count = each.matrix.num_experts
-            key = canonical_name(each.key)
+        assert adapter is not None, "`__init__` refuses None"
+        # PEFT gives a tied table two names, one after the other
+        for _, alike in itertools.groupby(peft.tensors(family, self._config.model, adapter), lambda tensor: tensor.key):
+            tensor, *aliases = alike
+            count = tensor.matrix.num_experts
+            key = canonical_name(tensor.key)
             names = [key.replace("{E}", str(expert)) for expert in range(count)] if count else [key]
-            dtype = self._sent_as(each.key, self._whole.kinds[names[0]].dtype)
-            kinds = [NamedKind(same.name, TensorKind(dtype, each.shape)) for same in (each, *others)]
-            yield _Unit(names, kinds, partial(_made_for_peft, each, kinds))
+            dtype = self._sent_as(tensor.key, self._whole.kinds[names[0]].dtype)
+            kinds = [NamedKind(same.name, TensorKind(dtype, tensor.shape)) for same in (tensor, *aliases)]
+            yield _Unit(names, kinds, partial(_peft_tensors, tensor, kinds))
 
-    def _sent_as(self, key: str, held: torch.dtype) -> torch.dtype:
-        """Returns the dtype of the exported tensor if the run holds or computes it in another."""
-        is_precision = held == DTYPES[self._config.train.precision]
-        return held if self._dtype is None or not is_precision else dtype_outside(key, self._dtype)
+    def _sent_as(self, key: str, dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype to export a tensor in, whose dtype in the run is `dtype`."""
+        is_precision = dtype == DTYPES[self._config.train.precision]
+        return dtype if self._dtype is None or not is_precision else dtype_outside(key, self._dtype)
 
 
 def need_group(group: dist.ProcessGroup | None) -> None:
     if group is None:
-        raise ConfigError(
-            "rank 0 sends the weights, but group is None there; give it a group of rank 0 and the receivers"
-        )
+        raise ConfigError("rank 0 sends the weights, but its group is None; pass a group of rank 0 and the receivers")
 
 
-def _made_for_peft(each: PeftTensor, kinds: Sequence[NamedKind], whole: Mapping[str, Tensor]) -> list[Tensor]:
-    own = list(whole.values())
-    tensor = peft_tensor(each, torch.stack(own) if each.matrix.num_experts else own[0])
+def _peft_tensors(target: PeftTensor, kinds: Sequence[NamedKind], whole: Mapping[str, Tensor]) -> list[Tensor]:
+    parameters = list(whole.values())
+    tensor = peft_tensor(target, torch.stack(parameters) if target.matrix.num_experts else parameters[0])
     return [tensor.to(kinds[0].kind.dtype)] * len(kinds)
 
 
 class WeightDeltas:
     """Sends weights as changes from one sync to the next; every method is collective.
 
-    The tensors of the last sync stay in host memory, each on one rank: a copy of the model in the dtype that is sent,
-    divided over all ranks. A rank gathers its share, compares it, and sends the changes.
+    The tensors of the last sync stay in host memory: a copy of the model in the dtype that is sent, divided over all
+    ranks. Each rank gathers its share, compares it, and sends the changes.
     """
 
     def __init__(self, plan: Callable[[], HfTensors], bucket_bytes: int, device: torch.device) -> None:
-        """`plan` plans the tensors of the current weights."""
+        """`plan` returns the tensors of the current weights, not gathered yet."""
         names = [uuid.uuid4().hex]
         dist.broadcast_object_list(names, src=0)
         self._plan, self._bucket_bytes, self._device, self._session = plan, bucket_bytes, device, names[0]
         self.sync = 0
         """Number of the last sync with changes."""
-        self._held: dict[str, Tensor] = {}
+        self._last_sent: dict[str, Tensor] = {}
         self._fingerprints: dict[str, str] = {}
         self._is_interrupted = True
 
     def parts(self, everywhere: bool = False, full: bool = False) -> Iterator[Tensor]:
-        """Yields the changes since the last sync, as [bytes] uint8 on the CPU, for `WeightCopy.apply`; nothing without
-        changes.
+        """Yields the changes since the last sync, if any, as [bytes] uint8 on the CPU, for `WeightCopy.apply`.
 
         Every rank must iterate to the end, and must not call another method of the engine meanwhile. The first sync has
-        all weights, and so has one after an interrupted one. Costs the gathers of `named_hf_tensors` to one rank each,
-        and for each bucket one all-gather of a number and one message.
+        all weights, and so has the sync after an interrupted one. Each bucket costs the gather of `named_hf_tensors` to
+        one rank, one all-gather of a number and one message.
 
         Args:
             everywhere: Whether every rank gets the parts; if not, only rank 0 does, and others iterate over nothing.
-            full: Whether to send all weights; it is enough that one rank says so.
+            full: Whether to send all weights; true on any rank applies to all.
         """
-        asked = torch.tensor(int(full or self._is_interrupted), device=self._device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        is_full, self._is_interrupted, has_changed = bool(asked.item()), True, False
+        wants_full = torch.tensor(int(full or self._is_interrupted), device=self._device)
+        dist.all_reduce(wants_full, op=dist.ReduceOp.MAX)
+        is_full, self._is_interrupted, has_changed = bool(wants_full.item()), True, False
         if is_full:
-            self._held, self._fingerprints = {}, {}
+            self._last_sent, self._fingerprints = {}, {}
         head = Part(self._session, self.sync + 1, is_full)
         for named in self._plan().by_rank(self._bucket_bytes):
             changes = self._changes(named)
-            own = head._replace(changes=changes).encoded() if changes else torch.empty(0, dtype=torch.uint8)
-            for part in self._delivered(own, everywhere):
+            payload = head._replace(changes=changes).encoded() if changes else torch.empty(0, dtype=torch.uint8)
+            for part in self._delivered(payload, everywhere):
                 has_changed = True
                 if part is not None:
                     self._fingerprints |= {change.name: change.fingerprint for change in Part.decoded(part).changes}
@@ -256,7 +253,7 @@ class WeightDeltas:
         Args:
             group: Group of rank 0 and the receivers on rank 0, with a backend that sends from the engine's device; it
                 need not be part of the default process group. None on the other ranks.
-            full: Whether to send all weights, as a receiver may request; it is enough that one rank says so.
+            full: Whether to send all weights, as a receiver may request; true on any rank applies to all.
 
         Returns:
             Number of bytes that this rank sent.
@@ -276,27 +273,27 @@ class WeightDeltas:
         return num_bytes
 
     def _changes(self, named: Sequence[tuple[str, Tensor]]) -> list[Change]:
-        found = []
+        changes = []
         for name, tensor in named:
-            change = Change.between(name, self._held.get(name), tensor)
+            change = Change.between(name, self._last_sent.get(name), tensor)
             if change is not None:
-                found.append(change)
-                if name not in self._held:
-                    self._held[name] = change.values.view(change.kind.shape)
-        return found
+                changes.append(change)
+                if name not in self._last_sent:
+                    self._last_sent[name] = change.values.view(change.kind.shape)
+        return changes
 
-    def _delivered(self, own: Tensor, everywhere: bool) -> Iterator[Tensor | None]:
-        """Yields each rank's part if there is one, or None on ranks that do not get it."""
+    def _delivered(self, payload: Tensor, everywhere: bool) -> Iterator[Tensor | None]:
+        """Yields the part of each rank that has one; None on ranks that do not receive it."""
         rank, count = dist.get_rank(), dist.get_world_size()
         lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(count)]
-        dist.all_gather(lengths, torch.tensor([own.numel()], device=self._device))
-        for owner, length in enumerate(int(each.item()) for each in lengths):
+        dist.all_gather(lengths, torch.tensor([payload.numel()], device=self._device))
+        for owner, length in enumerate(int(size.item()) for size in lengths):
             if length == 0:
                 continue
             is_mine, is_wanted = owner == rank, everywhere or rank == 0
             part = None
             if is_mine or is_wanted:
-                part = own.to(self._device) if is_mine else own.new_empty(length, device=self._device)
+                part = payload.to(self._device) if is_mine else payload.new_empty(length, device=self._device)
             if part is not None and everywhere:
                 dist.broadcast(part, src=owner)
             elif part is not None and owner != 0:

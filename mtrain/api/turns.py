@@ -38,16 +38,16 @@ from mtrain.training.build import BuiltStep
 from mtrain.training.resume import initialize, load_base, load_start_adapter
 
 
-class Held(NamedTuple):
-    """Copy of this rank's part of what training changes, from `Engine.hold`."""
+class HeldState(NamedTuple):
+    """Copy of this rank's part of the state that training changes, from `Engine.hold`."""
 
     weights: HeldWeights
     optimizer: HeldOptimizer | None = None
-    """None: weights alone."""
+    """None if only weights were copied."""
     step: int = 0
     total_tokens: int = 0
     open_step: OpenStep | None = None
-    """Unfinished step; None: no gradients since the last one."""
+    """Unfinished step; None without gradients since the last one."""
     gradients: Sequence[Tensor] = ()
     tokens: int = 0
     """Number of tokens of the unfinished step."""
@@ -65,9 +65,9 @@ class SharedBase:
         """Whether the engine that built the model was closed."""
 
     def add(self, name: str, adapter: AnyAdapter, objective: Objective) -> BuiltStep:
-        """Builds adapters with an optimizer, and installs them; their weights are not drawn yet. Collective."""
+        """Builds adapters with an optimizer, and installs them; does not draw their weights. Collective."""
         first = self._current
-        assert first is not None, "the caller has put a set in"
+        assert first is not None, "the caller has called `put_in`"
         self._take_out()
         config = first.model.config.model_copy(update={"adapter": adapter})
         sharded = build_adapters(first.model.chunks, config, first.model.groups)
@@ -101,21 +101,21 @@ class SharedBase:
 
     def _take_out(self) -> None:
         if self._current is not None:
-            # hooks that wait for gathered parameters are on the modules of the base, too
+            # hooks that wait for gathered parameters are also on the modules of the base
             self._current.model.sharded.gather_parameters()
             self._sets[id(self._current)].take_out()
             self._current = None
 
 
 class Turns:
-    """State of a model that is trained on an engine, and what lets several take turns; the base class of `Engine`."""
+    """Trained state of an engine, with the methods by which several models take turns; the base class of `Engine`."""
 
     config: Config
     step: int = 0
     """Number of completed updates."""
     _groups: Groups
     _objective: Objective
-    _held: contextlib.ExitStack
+    _resources: contextlib.ExitStack
     _built_step: BuiltStep | None = None
     _base: SharedBase | None = None
     _open: OpenStep | None = None
@@ -126,21 +126,21 @@ class Turns:
     def adapter(self, name: str, section: Mapping[str, Any] | None = None, seed: int | None = None) -> Self:
         """Adds an adapter to the frozen model, with its own optimizer, gradients and step.
 
-        Calls of several adapters, and of the engine's own one, may be mixed in any order: each gives the bits that it
-        gives alone. All share the frozen weights; until its `close` an adapter needs memory for its parameters,
-        gradients and optimizer state, as `mtrain check` reports.
+        Calls of several adapters, including the engine's original one, may be mixed in any order: each trains bit for
+        bit as it does alone. All share the frozen weights; until its `close` an adapter needs memory for its
+        parameters, gradients and optimizer state, as `mtrain check` reports.
 
         Args:
-            name: Name, which no other adapter has.
+            name: Unique name of the adapter.
             section: Keys of `adapter.*` that differ from the configuration's, such as rank, alpha and targets.
             seed: Seed of the initial weights; None: `train.seed`.
 
         Returns:
-            Engine of this adapter, with all methods of `Engine`; its `close` frees the adapter alone, and the engine's
-            own `close` ends all.
+            Engine of this adapter, with all methods of `Engine`. Its `close` frees only the adapter; the `close` of the
+            original engine frees everything.
 
         Raises:
-            ConfigError: The name is taken, the model has no frozen base, or cannot have such an adapter.
+            ConfigError: The name is in use, the model has no frozen base, or it cannot have such an adapter.
         """
         self._built()
         adapter, base = self.config.adapter, self._base
@@ -148,27 +148,27 @@ class Turns:
             raise ConfigError(
                 "several adapters need a frozen model, but the configuration "
                 + ("trains all of it" if adapter is None else "has a head, which is trained in full")
-                + "; give it a section adapter, and no model.num_labels"
+                + "; add an adapter section, and remove model.num_labels"
             )
         if self.config.train.compile != "none":
             raise ConfigError(
                 f"several adapters do not work with train.compile={self.config.train.compile}, whose graphs may be "
-                "bound to one; set train.compile=none"
+                "bound to a single adapter; set train.compile=none"
             )
         if name in base.names:
-            raise ConfigError(f"there is an adapter {name!r} already; use another name, or close that one first")
-        # its path is where the configuration's own one starts
-        given = self._checked_adapter({**adapter.model_dump(exclude={"path"}), **(section or {})})
-        if saved := [*adapter.modules_to_save, *given.modules_to_save]:
+            raise ConfigError(f"an adapter {name!r} exists already; use another name, or close that one first")
+        # without its path, from which only the configuration's adapter starts
+        new_adapter = self._checked_adapter({**adapter.model_dump(exclude={"path"}), **(section or {})})
+        if saved := [*adapter.modules_to_save, *new_adapter.modules_to_save]:
             raise ConfigError(
                 f"several adapters share a frozen model, but adapter.modules_to_save={', '.join(dict.fromkeys(saved))} "
                 "trains a part of it; remove it"
             )
         other = copy.copy(self)
-        other._built_step = base.add(name, given, self._objective)
+        other._built_step = base.add(name, new_adapter, self._objective)
         other.config = other._built_step.model.config
-        other._is_bare, other._held = False, contextlib.ExitStack()
-        other._held.callback(base.remove, name)
+        other._is_bare, other._resources = False, contextlib.ExitStack()
+        other._resources.callback(base.remove, name)
         other.begin_anew(seed)
         return other
 
@@ -182,7 +182,7 @@ class Turns:
 
         Raises:
             ConfigError: The configuration has no `adapter`, or a part of the model is trained as a whole.
-            RuntimeError: `forward_backward` was called inside the block, where there is nothing to train.
+            RuntimeError: `forward_backward` was called inside the block, where nothing is trained.
         """
         _check_adapters_off(self.config.adapter, self.config.model)
         with adapters_off(self._built().model.chunks):
@@ -192,39 +192,39 @@ class Turns:
             finally:
                 self._is_bare = False
 
-    def hold(self, weights_only: bool = False) -> Held:
-        """Copies what training has changed to host memory: with adapters the adapters alone.
+    def hold(self, weights_only: bool = False) -> HeldState:
+        """Copies the trained state to host memory: weights (with adapters, only these), optimizer, step and gradients.
 
         Args:
-            weights_only: Whether to copy the compute weights alone, which is enough to sample from them.
+            weights_only: Whether to copy only the compute weights, which are enough to sample from.
         """
         model = self._built().model
         weights = held_weights(model)
         if weights_only:
-            return Held(weights)
-        held = Held(weights, held_optimizer(model), self.step, self._total_tokens)
+            return HeldState(weights)
+        state = HeldState(weights, held_optimizer(model), self.step, self._total_tokens)
         if self._open is None:
-            return held
-        return held._replace(open_step=self._open, gradients=held_gradients(model), tokens=self._tokens)
+            return state
+        return state._replace(open_step=self._open, gradients=held_gradients(model), tokens=self._tokens)
 
-    def put_back(self, held: Held) -> None:
-        """Restores a state of `hold`; after weights alone, only passes and answers may follow."""
+    def put_back(self, state: HeldState) -> None:
+        """Restores a state of `hold`; if it has only weights, the engine can then evaluate and sample, not train."""
         model = self._built().model
-        put_back_weights(held.weights, model)
-        if held.optimizer is None:
+        put_back_weights(state.weights, model)
+        if state.optimizer is None:
             return
-        put_back_optimizer(held.optimizer, model)
-        self.step, self._total_tokens = held.step, held.total_tokens
+        put_back_optimizer(state.optimizer, model)
+        self.step, self._total_tokens = state.step, state.total_tokens
         self._open, self._tokens = None, 0
-        if held.open_step is not None:
-            put_back_gradients(list(held.gradients), model)
-            self._open, self._tokens = held.open_step, held.tokens
+        if state.open_step is not None:
+            put_back_gradients(list(state.gradients), model)
+            self._open, self._tokens = state.open_step, state.tokens
 
     def begin_anew(self, seed: int | None = None) -> None:
         """Resets weights and optimizer to step 0: new adapters, or the weights that the engine began with.
 
         Args:
-            seed: Seed of the adapters; None: `train.seed`. With `adapter.path` they are those of the folder again.
+            seed: Seed of the adapters; None: `train.seed`. With `adapter.path` they are loaded from the folder again.
         """
         model = self._built().model
         if self.config.adapter is None:
@@ -241,7 +241,7 @@ class Turns:
         self.forget_optimizer()
 
     def forget_optimizer(self) -> None:
-        """Resets moments, step and gradients to 0; the weights stay."""
+        """Resets moments, step and gradients to 0; keeps the weights."""
         clear_optimizer(self._built().model)
         self.drop_gradients()
         self.step = self._total_tokens = 0
@@ -253,7 +253,7 @@ class Turns:
     def close(self) -> None:
         """Frees the model and closes what the engine has opened. May be called twice."""
         self._let_go()
-        self._held.close()
+        self._resources.close()
 
     def _let_go(self) -> None:
         open_engines.discard(self)
@@ -263,20 +263,20 @@ class Turns:
 
     def _built(self) -> BuiltStep:
         if self._built_step is None or (self._base is not None and self._base.is_closed):
-            raise RuntimeError("this Engine is closed; make another one")
+            raise RuntimeError("this Engine is closed; create another one")
         return self._built_step if self._base is None else self._base.put_in(self._built_step)
 
     def _checked_adapter(self, section: Mapping[str, Any]) -> AnyAdapter:
         try:
-            given = {**self.config.model_dump(), "adapter": dict(section)}
-            found = Config.model_validate(with_fused_targets(given)).adapter
+            content = {**self.config.model_dump(), "adapter": dict(section)}
+            adapter = Config.model_validate(with_fused_targets(content)).adapter
         except ValidationError as fault:
-            broken = [(".".join(map(str, each["loc"])), each["msg"]) for each in fault.errors()]
+            broken = [(".".join(map(str, error["loc"])), error["msg"]) for error in fault.errors()]
             texts = [(where, reason.removeprefix("Value error, ")) for where, reason in broken]
             reasons = "; ".join(f"{where}: {reason}" if where else reason for where, reason in texts)
             raise ConfigError(f"this model cannot have such an adapter: {reasons}; change its section") from None
-        assert found is not None, "a section was given"
-        return found
+        assert adapter is not None, "the content has the section"
+        return adapter
 
 
 def _check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> None:
@@ -288,25 +288,25 @@ def _check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> 
         )
     if model.output.is_new:
         raise ConfigError(
-            f"adapters_off gives the model that a finetuning began from, but the head of {model.output} is trained in "
-            "full, so the original is gone; score with an engine before its first optim_step"
+            f"adapters_off restores the model that finetuning began from, but the head of {model.output} is trained in "
+            "full, so the original is gone; compute scores before the first optim_step"
         )
     if adapter.modules_to_save:
         raise ConfigError(
-            "adapters_off gives the model that a finetuning began from, but "
+            "adapters_off restores the model that finetuning began from, but "
             f"adapter.modules_to_save={', '.join(adapter.modules_to_save)} is trained in full, so the original is "
-            "gone; score with an engine before its first optim_step"
+            "gone; compute scores before the first optim_step"
         )
 
 
 open_engines: weakref.WeakSet[Turns] = weakref.WeakSet()
-"""Engines that hold resources; an engine that nothing refers to any more frees them itself."""
+"""Engines with resources; an engine that nothing refers to any more frees them itself."""
 
 
 def close_all() -> None:
     """Closes every engine of this process, as after a failed cell of a notebook, so that a new one can start.
 
-    Frees models, process groups and threads. If there are several ranks, all of them must call it.
+    Frees models, process groups and threads. With several ranks, all of them must call it.
     """
     for engine in list(open_engines):
         engine.close()

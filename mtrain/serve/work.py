@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from mtrain.api.engine import Engine
-from mtrain.api.turns import Held
+from mtrain.api.turns import HeldState
 from mtrain.base.errors import ConfigError, DataError, MachineError, MtrainError, NumericError, RunFolderError
 from mtrain.convert.adapters import export_adapter
 from mtrain.core.engine.optimizer import AdamOptions
@@ -50,7 +50,7 @@ class _Kept:
     """Weights that are sampled from."""
 
     engine: Engine
-    held: Held
+    held: HeldState
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Model:
     """Engine for adapters of this shape, shared with others in turns."""
     metadata: dict[str, str] | None
     """What the client keeps with the training run."""
-    held: Held | None = None
+    held: HeldState | None = None
     """State while another model is on the engine."""
     fault: str | None = None
     """Error since the last step, whose gradient is incomplete."""
@@ -331,7 +331,7 @@ class Worker:
         if current is not None:
             self._models[current].held = engine.hold()
 
-    def _held_base(self) -> Held | None:
+    def _held_base(self) -> HeldState | None:
         """Returns what models start from beyond frozen weights: the whole model, or adapter.path."""
         adapter = self._engine.config.adapter
         return self._engine.hold(weights_only=True) if adapter is None or adapter.path is not None else None

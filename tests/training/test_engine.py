@@ -366,7 +366,7 @@ SAMPLES = {
     "no list of prompts": "ValueError: prompts are of type NoneType, but must be a list of rows of token ids",
     "sampling in a mapping": r"ValueError: sampling is of type dict, but must be SamplingParams\(...\)",
     "half a sequence": "ValueError: max_sequences is 0.5, but must be a whole number of at least 1",
-    "a configuration as text": "ConfigError: Engine needs a Config, as load_config makes it, but got a str",
+    "a configuration as text": "ConfigError: Engine needs a Config from load_config, but got a str",
     "a prompt of floats": r"ValueError: prompt 1\[0\] is 1.7 \(float\), but must be a whole number from 0 to 60",
     "an empty prompt": "ValueError: prompt 0 has no token",
 }

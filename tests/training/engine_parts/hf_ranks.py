@@ -50,7 +50,7 @@ def streamed_and_exported(groups: Groups, config: Config, folder: str) -> Stream
             engine.broadcast_hf_tensors(None)
         with pytest.raises(ConfigError, match="the configuration has no adapter section"):
             engine.named_hf_tensors("adapter")
-        with pytest.raises(ValueError, match="content is one of merged, base, adapter, not 'lora'"):
+        with pytest.raises(ValueError, match="content is 'lora', but must be one of merged, base, adapter"):
             engine.named_hf_tensors("lora")  # type: ignore[arg-type]
         engine.export_hf(folder)
         return Streamed(everywhere, on_first, received, num_bytes)
