@@ -1,6 +1,6 @@
-"""The Tinker protocol over HTTP, as an ASGI application on the first rank.
+"""Tinker's HTTP protocol, as an ASGI application on the first rank.
 
-Calls that take time return the name of a future at once; `retrieve_future` waits for it.
+Slow calls return the id of a future immediately; `retrieve_future` waits for its result.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ class App:
     token: str | None
     """Key that clients send; None: any."""
     sessions: dict[str, float] = field(default_factory=dict)
-    """Connected clients, with the time of their latest sign by `time.monotonic`."""
+    """Connected clients, with the `time.monotonic` of their latest heartbeat."""
     _runs: dict[str, Run] = field(default_factory=dict)
     _samplers: dict[str, str | None] = field(default_factory=dict)
-    """Path of each sampler's weights; None: the base model, or a sampler without a path."""
+    """Path of each sampler's weights; None for the base model, and for samplers without a path."""
 
     def asgi(self) -> Starlette:
         posts: dict[str, Handler] = {
@@ -72,10 +72,10 @@ class App:
             "get_server_capabilities": self.capabilities,
             "samplers/{sampler_id}": self.get_sampler,
         }
-        routes = [Route(f"/api/v1/{path}", self._guarded(each), methods=["POST"]) for path, each in posts.items()]
-        routes += [Route(f"/api/v1/{path}", self._guarded(each), methods=["GET"]) for path, each in gets.items()]
+        routes = [Route(f"/api/v1/{path}", self._guarded(handler), methods=["POST"]) for path, handler in posts.items()]
+        routes += [Route(f"/api/v1/{path}", self._guarded(handler), methods=["GET"]) for path, handler in gets.items()]
         checkpoints = Checkpoints(self.base, self.store, self._runs)
-        routes += [Route(path, self._guarded(each), methods=[method]) for method, path, each in checkpoints.calls()]
+        routes += [Route(path, self._guarded(call), methods=[method]) for method, path, call in checkpoints.calls()]
         routes.append(Route(FILE, self._guarded(checkpoints.file, is_signed=True)))
         methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
         routes.append(Route("/{path:path}", self._guarded(self.unknown), methods=methods))
@@ -93,14 +93,14 @@ class App:
             except DataError as error:
                 return fault(400, str(error))
             except FullError:
-                return fault(429, "too many requests wait; send this one again later")
-            except asyncio.CancelledError:  # by the server, which ends
-                return fault(503, "the service ends; start it again")
+                return fault(429, "too many requests are waiting; send this one again later")
+            except asyncio.CancelledError:  # by the server, which is shutting down
+                return fault(503, "the service is shutting down; start it again")
 
         return guarded
 
     def _in_line(self, handler: Handler, is_chunk: bool = False) -> Handler:
-        """Gives a refused call its turn among the calls of its model: the client has spent its number."""
+        """Lets a refused call take its turn among the calls of its model, since the client has used up its number."""
 
         async def placed(request: HttpRequest) -> Response:
             try:
@@ -108,7 +108,7 @@ class App:
             except (DataError, ValidationError, HTTPException) as error:
                 if (call := await call_of(request)) is not None:
                     refuse = operations.Refuse(call.model_id, sentence_of(error), call.is_of_step)
-                    with contextlib.suppress(KeyError, DataError):  # no model, or no number that has a turn
+                    with contextlib.suppress(KeyError, DataError):  # unknown model, or a number without a turn
                         made = self.desk.submit_in_order(refuse, call.model_id, call.number)
                         if is_chunk and isinstance(error, DataError):
                             return _future(made, call.model_id)
@@ -122,12 +122,12 @@ class App:
         return JSONResponse({"status": "ok"})
 
     async def telemetry(self, request: HttpRequest) -> Response:
-        """Accepts a client's reports and drops them."""
+        """Accepts a client's telemetry and discards it."""
         await read_with(request, len)
         return JSONResponse({"status": "accepted"})
 
     async def client_config(self, body: operations.ClientBody) -> Response:
-        """Tells a client what the service understands."""
+        """Returns the features that the service supports."""
         return JSONResponse({"proto_compress_fwdbwd": True, "parallel_fwdbwd_chunks": True})
 
     async def dynamic_config(self, body: operations.ClientBody) -> Response:
@@ -139,7 +139,7 @@ class App:
         return JSONResponse({"supported_models": [{**model, "trainable": True, "sampleable": True}]})
 
     async def unknown(self, request: HttpRequest) -> Response:
-        """Refuses a call that the service does not have."""
+        """Refuses an unknown call."""
         path = request.url.path[:200]
         return fault(404, f"{path} is not a call of this service; docs/training/serve.md lists its calls")
 
@@ -166,11 +166,11 @@ class App:
         del self.sessions[session_id]
         models = tuple(run_id for run_id in self._runs if run_id.startswith(f"{session_id}:"))
         samplers = tuple(sampler_id for sampler_id in self._samplers if sampler_id.startswith(f"{session_id}:"))
-        for each in models:
-            del self._runs[each]
-            self.desk.close_line(each)
-        for each in samplers:
-            del self._samplers[each]
+        for run_id in models:
+            del self._runs[run_id]
+            self.desk.close_line(run_id)
+        for sampler_id in samplers:
+            del self._samplers[sampler_id]
         if models or samplers:
             self.desk.submit(operations.Unload(models, samplers))
 
@@ -179,8 +179,8 @@ class App:
     async def create_model(self, body: operations.CreateModel) -> Response:
         self._check_session(body.session_id)
         self.base.check_name(body.base_model)
-        body.lora_config = self.base.asked_adapter(body.lora_config)
-        return self._began(body, body.new_model_id, body.lora_config)
+        body.lora_config = self.base.completed_adapter(body.lora_config)
+        return self._begin_model(body, body.new_model_id, body.lora_config)
 
     async def load_weights(self, body: operations.LoadWeights) -> Response:
         """Continues from a checkpoint, with a new or an existing model."""
@@ -190,9 +190,9 @@ class App:
         if body.session_id is None or body.new_model_id is None:
             return await self.ordered(body)
         self._check_session(body.session_id)
-        return self._began(body, body.new_model_id, described.adapter)
+        return self._begin_model(body, body.new_model_id, described.adapter)
 
-    def _began(
+    def _begin_model(
         self, operation: operations.CreateModel | operations.LoadWeights, model_id: str, lora: operations.Lora
     ) -> Response:
         request = self.desk.submit(operation, f"{model_id}:create")
@@ -219,12 +219,12 @@ class App:
         if model_id is None or number is None or not self.desk.has_line(model_id):
             raise HTTPException(404, f"there is no model {str(model_id)[:200]}; create one, or load a checkpoint")
         if number < 1:
-            raise DataError(f"seq_id={number} is not offered: calls of a model are counted from 1")
+            raise DataError(f"seq_id={number} is out of range; number the calls of a model from 1")
         try:
             request = self.desk.submit_in_order(operation, model_id, number)
         except KeyError:
             raise HTTPException(
-                410, f"the turn of call {number} of {model_id} is over and its result was dropped"
+                410, f"call {number} of {model_id} has had its turn, and its result was dropped; send a new call"
             ) from None
         if isinstance(operation, operations.SaveForSampler) and operation.path is None:
             self._samplers[operation.sampler_id] = None
@@ -239,7 +239,7 @@ class App:
             self.base.check_name("" if body.base_model is None else body.base_model)
         sampler_id, path = body.sampler_id, body.model_path
         made = self.desk.submit(body, f"{sampler_id}:create")
-        # before it is made, so that a session that ends meanwhile frees it
+        # before it exists, so that a session that ends meanwhile frees it
         self._samplers[sampler_id] = None if path is None else str(path)
         result = await self._result_of(made, None)
         if isinstance(result, Failed):
@@ -266,15 +266,15 @@ class App:
 
     async def retrieve_future(self, body: operations.RetrieveBody) -> Response:
         """Waits up to _POLL_S for a result."""
-        found = self.desk.find(body.request_id)
-        if found is None:
+        request = self.desk.find(body.request_id)
+        if request is None:
             raise HTTPException(
                 410, f"there is no request {body.request_id}; its result was dropped, or it never existed"
             )
-        result = await self._result_of(found, _POLL_S)
+        result = await self._result_of(request, _POLL_S)
         match result:
             case None:
-                return JSONResponse({"type": "try_again", "request_id": found.id, "queue_state": "active"})
+                return JSONResponse({"type": "try_again", "request_id": request.id, "queue_state": "active"})
             case Failed():
                 return JSONResponse({"error": result.message, "category": result.category})
             case Done(content=bytes() as content):
@@ -298,7 +298,7 @@ class App:
 
 
 def _reading(kind: type[B], answer: Callable[[B], Awaitable[Response]]) -> Handler:
-    """Returns a handler of requests with such a body."""
+    """Returns a handler that parses the body as `kind` and passes it to `answer`."""
 
     async def handler(request: HttpRequest) -> Response:
         return await answer(await read_body(request, kind))

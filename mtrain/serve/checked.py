@@ -1,4 +1,4 @@
-"""Checks of a service before torch is loaded, also on a login node: its model, its key, its libraries."""
+"""Checks a service's model, key and libraries before torch is loaded, also on a login node."""
 
 import os
 import secrets
@@ -18,7 +18,7 @@ _MOST_BYTES = 4096
 
 
 def check_served(model: ModelSection, adapter: AdapterSection | None) -> None:
-    """Refuses a model that no client could train, and adapters that could not share it."""
+    """Refuses a model that clients cannot train, and adapters that cannot share it."""
     if model.output.head_rows or model.layers_ahead:
         raise ConfigError("mtrain serve serves a language model without a head and without model.mtp_depths")
     if adapter is not None and adapter.modules_to_save:
@@ -41,9 +41,9 @@ def check_libraries() -> None:
 def check_token(host: str, token: str | None) -> None:
     """Refuses a service that others could use without a key, or a key that no client could send."""
     if token is None and host not in _LOOPBACK:
-        raise ConfigError(f"--host {host} can be reached by others, but there is no key; give --token-file FILE")
+        raise ConfigError(f"other machines can reach --host {host}, but there is no key; give --token-file FILE")
     if token is not None and not (token.startswith("tml-") and token.isascii() and len(token) >= 20):
-        raise ConfigError("the key in --token-file must be tml- and at least 16 more letters, as clients require it")
+        raise ConfigError("the key in --token-file must be tml- and at least 16 more letters, as clients require")
 
 
 def read_token(path: Path) -> str:
@@ -54,13 +54,13 @@ def read_token(path: Path) -> str:
 
 
 def make_token(path: Path) -> None:
-    """Writes a new key into a file that nobody else can read, unless the file exists."""
+    """Writes a new key into a file that only the user can read, unless the file exists."""
     if path.exists():
         if path.stat().st_mode & 0o077:
             raise ConfigError(f"{path} holds the key of a service, but others can read it; run chmod 600 on it")
         return
     with disk_faults(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # never with other permissions, nor in place of a file that appeared meanwhile
+        # O_EXCL: never replaces a file that appeared meanwhile
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"tml-{secrets.token_hex(24)}\n")

@@ -1,7 +1,7 @@
-"""Requests that take time, on the first rank: futures, their order and their results.
+"""Queues slow requests on the first rank: futures, their order and their results.
 
-Calls of one model are numbered and run in that order however they arrive. A call that is sent again, as clients do when
-they see no answer, is the same call.
+Calls of one model are numbered and run in that order, whatever the order of arrival. Clients send a call again if no
+answer comes; it is still the same call.
 """
 
 import heapq
@@ -17,32 +17,32 @@ from mtrain.serve.operations import Done, Failed, Operation, Refuse
 from mtrain.serve.protocol import SentBatch
 
 _MOST_WAITING = 10_000
-"""Most requests that wait."""
+"""Largest number of waiting requests."""
 _MOST_RESULTS = 2 * _MOST_WAITING
-"""Most results that are kept; the oldest are dropped first. A client that has sent the most that may wait finds all of
-its results."""
+"""Largest number of stored results; the oldest are dropped first. Enough for every result of a client that sends as
+many requests as may wait."""
 _MOST_BYTES = 2**32
-"""Largest size of kept results, and of waiting batches."""
+"""Largest size of stored results, and of waiting batches."""
 _PATIENCE_S = 60.0
-"""Seconds without a call of a model after which a missing number is given up."""
+"""Seconds to wait for a missing number after the latest call of a model."""
 
 
 class FullError(Exception):
-    """There are too many requests; the client should retry later."""
+    """Too many requests are waiting; the client should retry later."""
 
 
 @dataclass
 class Request:
     id: str
     operation: Operation | None
-    """None once there is a result: a batch is megabytes."""
+    """None once the result exists, since a batch takes megabytes."""
     result: Done | Failed | None = None
     listeners: list[Callable[[], object]] = field(default_factory=list)
-    """Called once there is a result."""
+    """Called once the result exists."""
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of the operation, or of its result, as far as it can be large."""
+        """Returns the size of the operation or of its result; 0 for kinds that are always small."""
         if isinstance(self.operation, SentBatch):
             return self.operation.num_bytes
         content = self.result.content if isinstance(self.result, Done) else None
@@ -60,16 +60,16 @@ class _Line:
 
 
 class Desk:
-    """Takes requests as they arrive, and starts each in its turn."""
+    """Accepts requests as they arrive, and starts each in its turn."""
 
     def __init__(self, begin: Callable[[Request], object], clock: Callable[[], float] = time.monotonic) -> None:
-        """`begin` passes a request to the engine, which works on one after the other; `clock` returns seconds."""
+        """`begin` passes a request to the engine, which runs one at a time; `clock` returns seconds."""
         self._begin, self._clock = begin, clock
         self._lock = threading.Lock()
         self._requests: dict[str, Request] = {}
         self._finished: deque[Request] = deque()
         self._num_bytes = 0
-        """Size of the results that are kept."""
+        """Size of the stored results."""
         self._lines: dict[str, _Line] = {}
         self._numbers = itertools.count(1)
         self._num_open = 0
@@ -82,7 +82,7 @@ class Desk:
             self._lines.setdefault(model_id, _Line())
 
     def close_line(self, model_id: str) -> None:
-        """Ends a model's calls; those that wait for a missing number fail."""
+        """Ends a model's calls; those waiting for a missing number fail."""
         with self._lock:
             line = self._lines.pop(model_id, None)
         for _, request in [] if line is None else line.waiting:
@@ -95,7 +95,7 @@ class Desk:
     def submit(self, operation: Operation, request_id: str | None = None) -> Request:
         """Queues a request without an order; a repeated `request_id` is the same request."""
         with self._lock:
-            request, is_new = self._made(operation, request_id or f"request:{next(self._numbers)}")
+            request, is_new = self._request(operation, request_id or f"request:{next(self._numbers)}")
             if is_new:
                 self._begin(request)
             return request
@@ -104,17 +104,17 @@ class Desk:
         """Queues a call of a model, which runs after those of smaller numbers.
 
         Raises:
-            KeyError: There is no such model, or the turn of this number is over and its result dropped.
-            DataError: The number is so far ahead that the calls before it could not wait.
-            FullError: Too many wait.
+            KeyError: The model does not exist, or this number has had its turn and its result was dropped.
+            DataError: The number is so far ahead that the calls before it could not all wait.
+            FullError: Too many requests are waiting.
         """
         with self._lock:
             line, request_id = self._lines[model_id], f"{model_id}:{number}"
             if number < line.next and request_id not in self._requests:
                 raise KeyError(request_id)
             if number >= line.next + _MOST_WAITING:
-                raise DataError(f"seq_id={number} is too far ahead: the next call of this model is {line.next}")
-            request, is_new = self._made(operation, request_id)
+                raise DataError(f"seq_id={number} is too far ahead; the next call of this model is {line.next}")
+            request, is_new = self._request(operation, request_id)
             if is_new:
                 line.latest = self._clock()
                 heapq.heappush(line.waiting, (number, request))
@@ -124,16 +124,16 @@ class Desk:
             return request
 
     def give_up(self) -> None:
-        """Refuses the calls after a number that has been missing for a minute, as parts of an incomplete step."""
+        """Refuses the calls after a number that has been missing for a minute, since their step is incomplete."""
         with self._lock:
             limit = self._clock() - _PATIENCE_S
             for model_id, line in self._lines.items():
                 if not line.waiting or line.latest > limit:
                     continue
-                why = f"call {line.next} of this model did not arrive in {_PATIENCE_S:g} s, so later ones are not run"
-                for number, request in sorted(line.waiting, key=lambda each: each[0]):
+                why = f"call {line.next} of this model did not arrive in {_PATIENCE_S:g} s, so later calls do not run"
+                for number, request in sorted(line.waiting, key=lambda call: call[0]):
                     self._open_bytes -= request.num_bytes
-                    request.operation = Refuse(model_id, f"{why}; make a new step", is_of_step=True)
+                    request.operation = Refuse(model_id, f"{why}; begin a new step", is_of_step=True)
                     self._begin(request)
                     line.next = number + 1
                 line.waiting.clear()
@@ -155,12 +155,12 @@ class Desk:
             listener()
 
     def end(self) -> None:
-        """Fails everything without a result, since the engine has ended."""
+        """Fails all requests without a result, since the engine has ended."""
         with self._lock:
-            waiting = [each for each in self._requests.values() if each.result is None]
+            waiting = [request for request in self._requests.values() if request.result is None]
         why = "the service was stopped before this call; start it again, and continue from a checkpoint"
-        for each in waiting:
-            self.finish(each, Failed(why, "server"))
+        for request in waiting:
+            self.finish(request, Failed(why, "server"))
 
     def find(self, request_id: str) -> Request | None:
         """Returns a request, unless its result was dropped."""
@@ -168,19 +168,19 @@ class Desk:
             return self._requests.get(request_id)
 
     def listen(self, request: Request, listener: Callable[[], object]) -> bool:
-        """Calls `listener` once there is a result; returns False if there already is one."""
+        """Calls `listener` once the result exists; returns False, without a call, if it exists already."""
         with self._lock:
             if request.result is not None:
                 return False
             request.listeners.append(listener)
             return True
 
-    def _made(self, operation: Operation, request_id: str) -> tuple[Request, bool]:
+    def _request(self, operation: Operation, request_id: str) -> tuple[Request, bool]:
         known = self._requests.get(request_id)
         if known is not None:
             return known, False
         made = Request(request_id, operation)
-        # one batch may always wait: none is larger than a body
+        # one batch may always wait, since its size is bounded by that of a body
         if self._num_open >= _MOST_WAITING or 0 < self._open_bytes > _MOST_BYTES - made.num_bytes:
             raise FullError
         self._requests[request_id] = made

@@ -1,4 +1,4 @@
-"""Access, bounded request bodies, and answers that say what is wrong."""
+"""Access checks, bounded request bodies, and error responses."""
 
 import asyncio
 import contextlib
@@ -24,17 +24,16 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 MOST_BYTES = 64 * 2**20
 """Largest body of a request, also decompressed: twelve times what the SDK sends in one chunk."""
 _MOST_JSON_BYTES = 16 * 2**20
-"""Largest JSON, whose bytes can take a hundred each in memory: a prompt of two million tokens."""
+"""Largest JSON, such as a prompt of two million tokens; in memory it can take a hundred times as much."""
 _SMALL_BYTES = 2**18
-"""Decompressed size up to which a body is read at once: a thread would take longer to start while an idle engine
-waits."""
+"""Decompressed size up to which a body is read without a thread, which would take longer to start."""
 _BODY_TIMEOUT_S = 60.0
-"""Seconds that a body may take to arrive."""
+"""Longest time that a body may take to arrive."""
 
 _TYPES = ("application/json", "application/x-protobuf")
-"""Types of bodies. A page of another site cannot send them without asking the service first, which refuses."""
+"""Types of bodies. A page of another site must ask the service before it may send these, and the service refuses."""
 _QUERY = {"offset", "limit", "access_scope", "expires", "signature"}
-"""Keys of queries. access_scope is not read: whoever may call sees everything."""
+"""Keys of queries. access_scope is not read: every client sees everything."""
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(:[0-9]+)?")
 _NUMBER = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,200})"|"seq_id"\s*:\s*([0-9]{1,19})(?![0-9.eE])')
 
@@ -43,18 +42,21 @@ T = TypeVar("T")
 
 
 def check_access(request: HttpRequest, token: str | None, is_signed: bool) -> None:
-    """Checks the head of a request; raises HTTPException if the sender may not call, or part of it is not understood.
+    """Checks the headers of a request; raises HTTPException if the sender may not call, or uses unknown types.
 
     Args:
-        token: Key of the service; None: programs of this machine may call, but not pages in its browsers.
+        token: Key of the service; None admits programs of this machine, but not pages in its browsers.
         is_signed: Whether a signature in the address replaces the key.
+
+    Raises:
+        DataError: The address has an unknown key.
     """
     headers = request.headers
     if token is None:
         _check_local(request)
     # as bytes: compare_digest takes only ASCII texts
     elif not is_signed and not hmac.compare_digest(headers.get("x-api-key", "").encode(), token.encode()):
-        raise HTTPException(401, "the key is not that of this service; set TINKER_API_KEY to it")
+        raise HTTPException(401, "the key does not match; set TINKER_API_KEY to the key of this service")
     kind = headers.get("content-type", _TYPES[0]).partition(";")[0].strip().lower()
     if request.method not in ("GET", "HEAD") and kind not in _TYPES:
         raise HTTPException(415, f"content-type={kind[:80]!r} is not understood; send {' or '.join(_TYPES)}")
@@ -63,7 +65,7 @@ def check_access(request: HttpRequest, token: str | None, is_signed: bool) -> No
 
 
 def _check_local(request: HttpRequest) -> None:
-    """Refuses what a browser sends for a page: without a key, any page could call a service on loopback."""
+    """Refuses requests of pages in a browser: without a key, any page could call a service on loopback."""
     match = _HOST.fullmatch(request.headers.get("host", ""))
     if match is None or not _is_loopback(match[1].strip("[]")):
         host = request.headers.get("host", "")[:200]
@@ -81,7 +83,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def sentence_of(error: DataError | ValidationError | HTTPException) -> str:
-    """Says what is wrong with a request."""
+    """Returns the reason for refusing a request, as one sentence."""
     if isinstance(error, HTTPException):
         return error.detail
     if isinstance(error, DataError):
@@ -94,7 +96,7 @@ def sentence_of(error: DataError | ValidationError | HTTPException) -> str:
 
 
 def _readable_part(body: bytes) -> bytes:
-    """Returns the content, or its beginning if it is too large or damaged."""
+    """Returns the decompressed body, or its beginning if it is too large or damaged."""
     for most in (MOST_BYTES, 2**12):
         with contextlib.suppress(HTTPException):
             return _decompressed(body, most, MOST_BYTES)
@@ -102,7 +104,7 @@ def _readable_part(body: bytes) -> bytes:
 
 
 async def call_of(request: HttpRequest) -> Call | None:
-    """Returns the model and number that a call has spent, even if it is not understood; None: unknown."""
+    """Returns the model and number of a call, even of one that is not understood; None if unknown."""
     arrived: tuple[bytes, str] | None = getattr(request.state, "arrived", None)
     return None if arrived is None else await run_in_threadpool(_call_of, request.url.path, *arrived)
 
@@ -115,9 +117,13 @@ def _call_of(path: str, body: bytes, encoding: str) -> Call | None:
     try:
         numbered = Numbered.model_validate_json(body)
         return Call(numbered.model_id, numbered.seq_id, is_of_step=False)
-    except ValidationError:  # too deep or incomplete, say: a line that waits for the number would wait a minute
-        found = [next(filter(None, each), b"") for each in zip(*_NUMBER.findall(body), strict=True)]
-    return Call(found[0].decode(errors="replace"), int(found[1]), is_of_step=False) if all(found) and found else None
+    except ValidationError:  # too deep or incomplete, say; without its number, later calls would wait a minute
+        matches = _NUMBER.findall(body)
+    model_id = next((model_id for model_id, _ in matches if model_id), None)
+    number = next((number for _, number in matches if number), None)
+    if model_id is None or number is None:
+        return None
+    return Call(model_id.decode(errors="replace"), int(number), is_of_step=False)
 
 
 def fault(status: int, message: str) -> Response:
@@ -135,7 +141,7 @@ async def read_body(request: HttpRequest, kind: type[B]) -> B:
 
 
 async def read_with(request: HttpRequest, read: Callable[[bytes], T], most: int = MOST_BYTES) -> T:
-    """Reads a body of at most `most` bytes, decompressed, with `read`; a large one in a thread, so that other clients
+    """Parses a body of at most `most` bytes, decompressed, with `read`; a large one in a thread, so that other clients
     do not wait. Raises as `read_body` does."""
     body, encoding = await _arrived(request, most)
     start = body if encoding == "identity" else _decompressed(body, _SMALL_BYTES, most)
@@ -145,7 +151,7 @@ async def read_with(request: HttpRequest, read: Callable[[bytes], T], most: int 
 
 
 async def _arrived(request: HttpRequest, most: int) -> tuple[bytes, str]:
-    """Returns the body as sent, and its compression."""
+    """Returns the body as received, and its compression."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding not in ("identity", "zstd"):
         raise HTTPException(415, f"content-encoding={encoding[:40]!r} is not understood; send zstd or none")
@@ -174,7 +180,7 @@ def _decompressed(body: bytes, at_once: int, most: int) -> bytes:
     """Returns the content; if it is larger than `at_once`, one byte more than that."""
     try:
         with pa.CompressedInputStream(pa.BufferReader(body), "zstd") as stream:
-            # one byte more than allowed reveals a bomb, which is never held whole
+            # one byte more than allowed reveals a decompression bomb without unpacking all of it
             whole: bytes = stream.read(at_once + 1)
     except (OSError, pa.ArrowException) as error:
         raise HTTPException(400, f"the body is not a zstd stream ({error})") from None

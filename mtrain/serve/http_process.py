@@ -1,6 +1,6 @@
 """The HTTP process of a service: `python -m mtrain.serve.http_process`, started by `mtrain.serve.link`.
 
-It needs no torch, and ends when the engine does, whatever signals are sent to the job.
+It needs no torch, and ends when the engine does; signals to the job do not end it.
 """
 
 import asyncio
@@ -27,16 +27,17 @@ from mtrain.serve.store import Store
 _log = logging.getLogger(__name__)
 
 _SESSION_S = 600.0
-"""Seconds without a sign of a client after which its models are freed; the SDK sends one every 10 s."""
+"""Seconds after a client's latest heartbeat until its models are freed; the SDK sends one every 10 s."""
 _TIDY_S, _EXPIRY_S = 5.0, 60.0
-"""Seconds between two looks for expired sessions and calls, and for expired checkpoints, which reads their folders."""
+"""Seconds between checks for expired sessions and calls, and between checks for expired checkpoints, which read
+folders."""
 _MOST_CONNECTIONS = 2**14
 _OTHER_FILES = 256
 """Files that may be open in addition to connections."""
 
 
 class Server(uvicorn.Server):
-    """A server that leaves signals alone."""
+    """Server that installs no signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -44,21 +45,21 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """A connection that gives way to a new one while it waits for its client.
+    """Connection that may be closed in favour of a new one while it waits for its client.
 
-    The limit is that of open files, beyond which nobody could connect.
+    The number of open files limits connections; without this, clients could not connect once it is reached.
     """
 
     latest = 0.0
-    """When bytes last arrived."""
+    """Time of the latest bytes, by the loop's clock."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Closes the connection whose client has been silent for longest if there are too many."""
+        """Closes the connection whose client has been silent for longest if too many are open."""
         super().connection_made(transport)
         self.latest = self.loop.time()
         if len(self.connections) > _most_connections():
-            waiting = [each for each in self.connections if isinstance(each, Connection) and each.waits_for_client]
-            longest = min(waiting, key=lambda each: each.latest)
+            waiting = [peer for peer in self.connections if isinstance(peer, Connection) and peer.waits_for_client]
+            longest = min(waiting, key=lambda peer: peer.latest)
             self.connections.discard(longest)
             longest.transport.abort()
 
@@ -68,7 +69,7 @@ class Connection(H11Protocol):
 
     @property
     def waits_for_client(self) -> bool:
-        """Says whether the client has to continue: with a request, or with the rest of it."""
+        """Says whether the client is next: with a request, or with the rest of one."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
 
@@ -85,7 +86,7 @@ def server_of(app: App) -> Server:
             log_level="warning",
             access_log=False,
             lifespan="off",
-            ws="none",  # a call for one is answered as any other
+            ws="none",  # a request for a websocket is answered like any other
             timeout_keep_alive=75,
             timeout_graceful_shutdown=2,
             h11_max_incomplete_event_size=65536,
@@ -99,12 +100,13 @@ async def _serve(connection: socket.socket) -> None:
     desk = Desk(lambda request: writer.write(framed((request.id, request.operation))))
     app = App(setup.base, desk, Store(setup.folder, lock=setup.lock), setup.token)
     server = server_of(app)
-    writer.write(framed(None))  # ready: connections that are there already wait for `accept`
+    writer.write(framed(None))  # ready: earlier connections wait for `accept`
     async with asyncio.TaskGroup() as group:
-        others = [group.create_task(each) for each in (_finish(reader, desk, server), _tidy(app), _expire(app.store))]
+        jobs = (_finish(reader, desk, server), _tidy(app), _expire(app.store))
+        tasks = [group.create_task(job) for job in jobs]
         await server.serve([socket.socket(fileno=setup.listener)])
-        for each in others:
-            each.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 async def _finish(reader: asyncio.StreamReader, desk: Desk, server: Server) -> None:
@@ -113,7 +115,7 @@ async def _finish(reader: asyncio.StreamReader, desk: Desk, server: Server) -> N
         while True:
             request_id, result = await received(reader)
             request = desk.find(request_id)
-            assert request is not None, "only requests that have a result are forgotten"
+            assert request is not None, "only requests with a result are forgotten"
             desk.finish(request, result)
     desk.end()
     server.should_exit = True
@@ -123,7 +125,7 @@ async def _tidy(app: App) -> None:
     while True:
         app.desk.give_up()
         limit = time.monotonic() - _SESSION_S
-        for session_id in [each for each, seen in app.sessions.items() if seen < limit]:
+        for session_id in [session_id for session_id, seen in app.sessions.items() if seen < limit]:
             app.end(session_id)
         await asyncio.sleep(_TIDY_S)
 
@@ -133,15 +135,15 @@ async def _expire(store: Store) -> None:
         try:
             await run_in_threadpool(store.expire)
         except MachineError as fault:
-            _log.warning(f"checkpoints whose time is over stay for now: {fault}")
+            _log.warning(f"expired checkpoints stay for now: {fault}")
         await asyncio.sleep(_EXPIRY_S)
 
 
 def _allow_files() -> None:
-    """Raises the number of files that may be open; each connection takes one."""
+    """Raises the limit of open files, since each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * _MOST_CONNECTIONS
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = 2 * _MOST_CONNECTIONS
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 

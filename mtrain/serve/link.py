@@ -1,7 +1,7 @@
 """Connection between a service's engine and its HTTP process.
 
-Requests arrive as `(id, operation)`, and results return as `(id, result)`. Both processes are ours: they pickle checked
-operations, never the bytes of a client.
+Requests arrive as `(id, operation)`, and results return as `(id, result)`. Both ends pickle checked operations, never
+the bytes of a client.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from mtrain.serve.served import Served
 
 _SIZE = struct.Struct("!Q")
 _END_S = 10.0
-"""Seconds that the process has to end after the engine; it gives its clients 2 s."""
+"""Longest time for the process to end after the engine; it gives its clients 2 s."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the process needs to know, sent first."""
+    """First message, with everything that the HTTP process needs."""
 
     base: Served
     folder: Path
@@ -42,7 +42,7 @@ class Setup:
 
 
 def framed(content: object) -> bytes:
-    """Returns a message as it is written to the connection."""
+    """Returns a message as bytes: its size, then its pickle."""
     written = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
     return _SIZE.pack(len(written)) + written
 
@@ -62,11 +62,11 @@ class Link:
     def take(self, timeout_s: float) -> tuple[str, Operation] | None:
         """Returns the next request with its id; None after `timeout_s` without one. Raises EOFError once the other
         process has ended."""
-        found: tuple[str, Operation] | None = self.receive() if wait([self._connection], timeout_s) else None
-        return found
+        request: tuple[str, Operation] | None = self.receive() if wait([self._connection], timeout_s) else None
+        return request
 
     def finish(self, request_id: str, result: Done | Failed) -> None:
-        """Sends a result; if nobody reads it any more, the next `take` says so."""
+        """Sends a result; if the other process has ended, the next `take` raises."""
         with contextlib.suppress(OSError):
             self.send((request_id, result))
 
@@ -97,8 +97,8 @@ def linked(setup: Setup) -> Iterator[Link]:
 
     Threads of this process would compete with the engine for the interpreter, which costs each step milliseconds.
     """
-    own, other = socket.socketpair()
-    with own, other:
+    local_end, other = socket.socketpair()
+    with local_end, other:
         try:
             process = subprocess.Popen(
                 # -P: `mtrain` does not import from the working directory either
@@ -109,21 +109,21 @@ def linked(setup: Setup) -> Iterator[Link]:
                 start_new_session=True,  # Ctrl-C is for the engine
             )
         except OSError as fault:
-            raise MachineError(f"the process that speaks HTTP cannot be started: {fault}; free memory") from None
-        other.close()  # else the end of the process would go unseen
+            raise MachineError(f"cannot start the HTTP process: {fault}; free memory") from None
+        other.close()  # else this process would not notice that the other one ends
         try:
-            link = Link(own)
+            link = Link(local_end)
             try:
                 link.send(setup)
                 link.receive()
             except (EOFError, OSError):
                 raise MachineError(
-                    f"the process that speaks HTTP has ended at its start (exit code {process.wait()}); repair what it "
-                    "says above"
+                    f"the HTTP process ended at its start (exit code {process.wait()}); correct the cause, which it "
+                    "has printed above"
                 ) from None
             yield link
         finally:
-            own.close()
+            local_end.close()
             try:
                 process.wait(_END_S)
             except subprocess.TimeoutExpired:

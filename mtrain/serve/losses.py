@@ -1,7 +1,7 @@
 """Losses of the Tinker protocol: undivided sums over tokens, and the outputs of each token.
 
-Everything that a loss reads travels as extras, even targets, which need not be the next token. So a batch has dummy
-labels and weights of 1, and the sums are those of `loss.aggregation=sum`.
+All inputs of a loss are extras, even targets, which need not be the next token. So a batch has dummy labels and weights
+of 1, and `loss.aggregation=sum` sums over its tokens.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from mtrain.core.loss.pair import LossFunction, LossPair, TermInputs, needs_extr
 from mtrain.serve.protocol import MOST_COLUMNS, NO_LOG_PROB, Likeliest, SentDatum
 
 Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"]
-LOSSES: Mapping[str, Loss] = {each: each for each in get_args(Loss)}
+LOSSES: Mapping[str, Loss] = {name: name for name in get_args(Loss)}
 _CLIPPED = ("ppo", "cispo", "gspo")
 _LOWEST, _HIGHEST = 0.8, 1.2
-"""Default thresholds of the ratio."""
+"""Default bounds of the ratio."""
 _POLICY = ("logprobs", "advantages")
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 _MASK = "sequence_ratio_mask"
-"""Tokens over which gspo takes the ratio of their sequence; by default those with an advantage."""
+"""Extra that marks the tokens in gspo's sequence ratio; by default those with an advantage."""
 _TARGETS, _WEIGHTS, _PLACE = "target_tokens", "weights", "place"
 _MOST_TOKENS = 2**24
-"""Tokens of a batch up to which float32, as used by extras, counts them: more than the largest body holds."""
+"""Most tokens of a batch: extras are float32, which counts up to here; more than the largest body has."""
 
 
 @dataclass
@@ -45,36 +45,36 @@ class Batch:
     lengths: list[int]
     """Tokens of each datum."""
     width: int | None
-    """Targets per token; None: targets have no such axis."""
+    """Targets per token; None if targets lack this axis."""
     names: tuple[str, ...]
     """Extras that the loss reads, as for `needs_extras`."""
-    _found: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    _recorded: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, sent: Sequence[SentDatum], loss: str, options: Mapping[str, float | str], vocab_size: int) -> Batch:
-        """Checks what a client has sent and makes samples of it."""
+        """Checks a client's data and converts them to samples."""
         if loss not in LOSSES:
             raise DataError(f"loss_fn={loss!r} is not offered here; use {', '.join(LOSSES)}, or a custom loss")
         if not sent:
             raise DataError("data is empty; send at least one datum")
         thresholds = _thresholds(loss, options)
-        widths = {each.inputs[_TARGETS].shape[1:] for each in sent if _TARGETS in each.inputs}
+        widths = {datum.inputs[_TARGETS].shape[1:] for datum in sent if _TARGETS in datum.inputs}
         if len(widths) > 1 or any(len(width) > 1 or not 1 <= width[0] <= MOST_COLUMNS for width in widths if width):
-            raise DataError(f"target_tokens have {sorted(widths)} targets a token; send one number of them, 1 to 1024")
-        width = max((size for each in widths for size in each), default=None)
+            raise DataError(f"target_tokens have {sorted(widths)} targets a token; send the same number, 1 to 1024")
+        width = max((size for shape in widths for size in shape), default=None)
         if width is not None and loss != "cross_entropy":
             raise DataError(
                 f"loss_fn={loss} reads one target a token, but {width} were sent; send target_tokens [tokens]"
             )
-        lengths = [len(each.tokens) for each in sent]
+        lengths = [len(datum.tokens) for datum in sent]
         if sum(lengths) > _MOST_TOKENS:
             raise DataError(f"data has {sum(lengths)} tokens; send at most {_MOST_TOKENS} at once")
-        places = np.split(np.arange(sum(lengths), dtype=np.float32), np.cumsum(lengths)[:-1])
+        positions = np.split(np.arange(sum(lengths), dtype=np.float32), np.cumsum(lengths)[:-1])
         data = []
-        for number, (each, place) in enumerate(zip(sent, places, strict=True)):
-            found = _extras(each, loss, thresholds, f"datum {number}", vocab_size) | {_PLACE: place}
-            data.append(Datum(np.append(each.tokens, 0), extras=found))
-        names = tuple(f"{name}[width]" if found[name].ndim == 2 else name for name in found)
+        for number, (datum, position) in enumerate(zip(sent, positions, strict=True)):
+            extras = _extras(datum, loss, thresholds, f"datum {number}", vocab_size) | {_PLACE: position}
+            data.append(Datum(np.append(datum.tokens, 0), extras=extras))
+        names = tuple(f"{name}[width]" if extras[name].ndim == 2 else name for name in extras)
         return cls(LOSSES[loss], data, lengths, width, names)
 
     @property
@@ -85,31 +85,31 @@ class Batch:
     def function(self) -> LossFunction:
         """Returns the loss function, which also records the outputs of the tokens of each microbatch."""
 
-        # the option that declares extras of several numbers a token
+        # `width` is the option by which extras of several numbers per token are declared
         def loss(inputs: TermInputs, width: int = self._num_targets) -> LossPair:
             log_probs = _log_probs(inputs, width)
             losses = _losses(self.loss, log_probs, inputs, width)
-            if inputs.logits.first_index == 0:  # other ranks of TP compute the same numbers
-                kept = inputs.weights != 0
-                self._found.append(
-                    (inputs.extras[_PLACE][kept].long(), log_probs.detach()[kept], losses.detach()[kept])
+            if inputs.logits.first_index == 0:  # other tensor-parallel ranks compute the same numbers
+                mask = inputs.weights != 0
+                self._recorded.append(
+                    (inputs.extras[_PLACE][mask].long(), log_probs.detach()[mask], losses.detach()[mask])
                 )
             return weigh(losses, inputs)
 
-        # the sequence's ratio needs all of its tokens at once
+        # a sequence's ratio needs all of its tokens at once
         marked = loss if self.loss == "gspo" else per_token(loss)
         return needs_extras(*self.names)(marked)
 
     def outputs(self, device: torch.device) -> tuple[list[NDArray[np.float32]], float]:
         """Returns the log-probabilities of each datum's targets, and the loss. One all-reduce over the world."""
         total, width = sum(self.lengths), self._num_targets
-        found = torch.zeros(total, width + 1, dtype=torch.float64, device=device)
-        for places, log_probs, losses in self._found:
-            found[places, :width], found[places, width] = log_probs.double(), losses.double()
-        self._found.clear()
+        table = torch.zeros(total, width + 1, dtype=torch.float64, device=device)
+        for positions, log_probs, losses in self._recorded:
+            table[positions, :width], table[positions, width] = log_probs.double(), losses.double()
+        self._recorded.clear()
         if dist.get_world_size() > 1:
-            dist.all_reduce(found)
-        values = found.cpu().numpy()
+            dist.all_reduce(table)
+        values = table.cpu().numpy()
         parts = np.split(values[:, :width].astype(np.float32), np.cumsum(self.lengths)[:-1])
         return [part if self.width is not None else part[:, 0] for part in parts], float(values[:, width].sum())
 
@@ -123,7 +123,7 @@ def _thresholds(loss: str, options: Mapping[str, float | str]) -> tuple[float, f
         return None
     low, high = float(options.get(_LOW, _LOWEST)), float(options.get(_HIGH, _HIGHEST))
     if not 0 <= low <= high < float("inf"):
-        raise DataError(f"{_LOW}={low} and {_HIGH}={high} bound no ratio; send 0 <= low <= high")
+        raise DataError(f"{_LOW}={low} and {_HIGH}={high} are not bounds of a ratio; send 0 <= low <= high")
     return low, high
 
 
@@ -152,8 +152,8 @@ def _extras(
         raise DataError(f"{name} has no token; send at least one")
     shape = inputs[_TARGETS].shape
     for key, value in inputs.items():
-        wanted = shape if key in (_TARGETS, _WEIGHTS) else shape[:1]
-        if len(shape) not in (1, 2) or shape[0] != len(sent.tokens) or value.shape != wanted:
+        expected = shape if key in (_TARGETS, _WEIGHTS) else shape[:1]
+        if len(shape) not in (1, 2) or shape[0] != len(sent.tokens) or value.shape != expected:
             raise DataError(
                 f"{name} has {len(sent.tokens)} tokens, but {key} of shape {list(value.shape)}; send one for each token"
             )
@@ -175,8 +175,8 @@ def _log_probs(inputs: TermInputs, width: int) -> Tensor:
         targets = inputs.extras[_TARGETS].unsqueeze(-1)
     else:
         targets = stacked_extra(inputs, _TARGETS, width)
-    # padding has target 0, which is a token, and weight 0
-    return torch.stack([-inputs.logits.cross_entropy(each) for each in targets.long().unbind(-1)], dim=-1)
+    # padding has target 0, a valid token, and weight 0
+    return torch.stack([-inputs.logits.cross_entropy(column) for column in targets.long().unbind(-1)], dim=-1)
 
 
 def _losses(loss: Loss, log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
@@ -203,23 +203,23 @@ def _losses(loss: Loss, log_probs: Tensor, inputs: TermInputs, width: int) -> Te
             ratio = (mean + gap - gap.detach()).exp()
         case _:
             assert_never(loss)
-    # clamp, whose gradient at a bound is that of the ratio; maximum and minimum give half of it
+    # clamp passes the whole gradient at a bound; maximum and minimum would pass half of it
     return -torch.minimum(ratio * advantages, ratio.clamp(extras[_LOW], extras[_HIGH]) * advantages)
 
 
 def log_probs_of_prompt(engine: Engine, prompt: Sequence[int], last_n: int | None) -> NDArray[np.float32]:
-    """Returns the log-probability of each token of a prompt; nan for the first one and those outside the last `last_n`
+    """Returns the log-probability of each token of a prompt; nan for the first token, and for all but the last `last_n`
     (None: all)."""
-    found = np.full(len(prompt), np.nan, np.float32)
+    result = np.full(len(prompt), np.nan, np.float32)
     if len(prompt) > 1:
-        found[1:] = engine.forward([Datum(prompt)]).log_probs[0].numpy()
-    found[: 0 if last_n is None else len(prompt) - last_n] = np.nan
-    return found
+        result[1:] = engine.forward([Datum(prompt)]).log_probs[0].numpy()
+    result[: 0 if last_n is None else len(prompt) - last_n] = np.nan
+    return result
 
 
 def likeliest_of_prompt(engine: Engine, prompt: Sequence[int], count: int, last_n: int | None) -> Likeliest:
     """Returns the `count` likeliest tokens at the position of each token of a prompt, [tokens, count], and their
-    log-probabilities in nats; 0 and NO_LOG_PROB for the first one and those outside the last `last_n` (None: all).
+    log-probabilities in nats; 0 and NO_LOG_PROB for the first token, and for all but the last `last_n` (None: all).
 
     One all-reduce over the world, in addition to a forward pass.
     """
@@ -228,8 +228,8 @@ def likeliest_of_prompt(engine: Engine, prompt: Sequence[int], count: int, last_
     length, tp = len(prompt) - 1, engine.config.layout.tp
     if length < 1:
         return ids, log_probs
-    # each rank of TP has those among its own columns
-    found = torch.zeros(2, tp, length, count, dtype=torch.float64, device=engine.device)
+    # each tensor-parallel rank has the likeliest of its columns
+    table = torch.zeros(2, tp, length, count, dtype=torch.float64, device=engine.device)
 
     @needs_extras("place")
     @per_token
@@ -238,19 +238,19 @@ def likeliest_of_prompt(engine: Engine, prompt: Sequence[int], count: int, last_
         num_real = min(logits.local.shape[-1], logits.vocab_size - logits.first_index)
         values = logits.local[..., : max(0, num_real)].transpose(0, 1).double()
         top = values.topk(min(count, values.shape[-1]), dim=-1)
-        kept, at = inputs.weights != 0, slice(0, top.values.shape[-1])
-        places, rank = inputs.extras["place"][kept].long() - 1, logits.first_index // logits.local.shape[-1]
-        found[1, rank, places] = -torch.inf  # if this rank has fewer columns
-        found[0, rank, places, at] = (top.indices[kept] + logits.first_index).double()
-        found[1, rank, places, at] = top.values[kept] - logits.logsumexp().double()[kept].unsqueeze(-1)
+        mask, at = inputs.weights != 0, slice(0, top.values.shape[-1])
+        positions, rank = inputs.extras["place"][mask].long() - 1, logits.first_index // logits.local.shape[-1]
+        table[1, rank, positions] = -torch.inf  # if this rank has fewer columns
+        table[0, rank, positions, at] = (top.indices[mask] + logits.first_index).double()
+        table[1, rank, positions, at] = top.values[mask] - logits.logsumexp().double()[mask].unsqueeze(-1)
         return weigh(torch.zeros_like(inputs.weights), inputs)
 
-    places = [float(number + 1) for number in range(length)]
-    engine.evaluate([[Datum(prompt, extras={"place": places})]], take)
-    dist.all_reduce(found)
-    of_ranks, values = (each.transpose(0, 1).reshape(length, -1) for each in found)
+    positions = [float(number + 1) for number in range(length)]
+    engine.evaluate([[Datum(prompt, extras={"place": positions})]], take)
+    dist.all_reduce(table)
+    of_ranks, values = (part.transpose(0, 1).reshape(length, -1) for part in table)
     best = values.topk(count, dim=-1)
-    asked = slice(1 if last_n is None else max(1, len(prompt) - last_n), None)
-    ids[asked] = of_ranks.gather(-1, best.indices).cpu().numpy()[asked.start - 1 :]
-    log_probs[asked] = best.values.cpu().numpy()[asked.start - 1 :]
+    selected = slice(1 if last_n is None else max(1, len(prompt) - last_n), None)
+    ids[selected] = of_ranks.gather(-1, best.indices).cpu().numpy()[selected.start - 1 :]
+    log_probs[selected] = best.values.cpu().numpy()[selected.start - 1 :]
     return ids, log_probs

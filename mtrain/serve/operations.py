@@ -1,6 +1,6 @@
-"""What clients ask of the service: JSON bodies, which the ranks run as they are, and the answers; no torch.
+"""Operations of a service: the JSON bodies of clients, which the ranks run, and results; no torch.
 
-Every key of the protocol is acted upon, refused, or marked `Unread` with the reason.
+Every key of the protocol has an effect, is refused, or is marked `Unread` with the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mtrain.serve.protocol import SentBatch
 from mtrain.training.sampling.params import SamplingParams
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
-KINDS: Mapping[str, Kind] = {each: each for each in get_args(Kind)}
+KINDS: Mapping[str, Kind] = {name: name for name in get_args(Kind)}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODEL = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
 _PATH = re.compile(r"tinker://([^/]{1,64})/([a-z_]{1,32})/([^/]{1,128})")
@@ -31,22 +31,22 @@ Ttl = Annotated[int, Field(ge=3600, le=10 * 365 * 24 * 3600)]
 """Lifetime of a checkpoint, in seconds: an hour to ten years, as in the SDK."""
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 SMALLEST_EPS = 2.0**-126
-"""Smallest normal float32; an epsilon of AdamW that float32 flushes to 0 turns zero gradients into nan."""
+"""Smallest normal float32: with an epsilon that float32 flushes to 0, AdamW turns zero gradients into nan."""
 _MOST_TOKENS = 10_000_000
 _MOST_METADATA = 2**16
-"""Most characters of metadata that a client keeps with a run or a checkpoint."""
+"""Most characters of metadata that a client may store with a run or a checkpoint."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Checked name of a checkpoint."""
+class TinkerPath:
+    """Checked path of a checkpoint, tinker://RUN/KIND/NAME."""
 
     model_id: str
     kind: Kind
     name: str
 
     @classmethod
-    def of(cls, model_id: str, kind: Kind, name: str) -> Place:
+    def of(cls, model_id: str, kind: Kind, name: str) -> TinkerPath:
         if not _MODEL.fullmatch(model_id):
             raise DataError(
                 f"{model_id[:80]!r} is not a training run of this service; use the model_id from create_model"
@@ -59,10 +59,10 @@ class Place:
         return cls(model_id, kind, name)
 
     @classmethod
-    def parsed(cls, path: str) -> Place:
+    def parsed(cls, path: str) -> TinkerPath:
         match = _PATH.fullmatch(path)
         if match is None or match[2] not in KINDS:
-            raise DataError(f"{path[:200]!r} is no tinker://RUN/KIND/NAME, where KIND is one of {', '.join(KINDS)}")
+            raise DataError(f"{path[:200]!r} must be tinker://RUN/KIND/NAME, where KIND is one of {', '.join(KINDS)}")
         return cls.of(match[1], KINDS[match[2]], match[3])
 
     def __str__(self) -> str:
@@ -73,33 +73,33 @@ class Place:
         return core_schema.no_info_after_validator_function(cls.parsed, core_schema.str_schema())
 
 
-def _bounded(given: dict[str, Any]) -> dict[str, Any]:
-    if len(json.dumps(given, allow_nan=False)) > _MOST_METADATA:  # nan could not be listed again
+def _bounded(metadata: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(metadata, allow_nan=False)) > _MOST_METADATA:  # nan could not be listed again
         raise ValueError(f"is longer than {_MOST_METADATA} characters; send less")
-    return given
+    return metadata
 
 
-def _absent(given: Any, info: ValidationInfo) -> None:
-    if given is not None and given is not False and given != 0:
+def _absent(value: Any, info: ValidationInfo) -> None:
+    if value is not None and value is not False and value != 0:
         raise DataError(f"{info.field_name} is not offered here; leave it out")
 
 
-def _adamw(given: dict[str, Any] | None) -> None:
-    if given not in (None, {}, {"type": "adamw"}):
-        raise DataError(f"optimizer {str(given.get('type', given))[:80]!r} is not offered here; take adamw")
+def _adamw(optimizer: dict[str, Any] | None) -> None:
+    if optimizer not in (None, {}, {"type": "adamw"}):
+        raise DataError(f"optimizer {str(optimizer.get('type', optimizer))[:80]!r} is not offered here; take adamw")
 
 
-def _loadable(place: Place) -> Place:
-    if place.kind == "external_weights":
-        raise DataError(f"{place} is in a format for other programs; name a checkpoint of weights or sampler_weights")
-    return place
+def _loadable(path: TinkerPath) -> TinkerPath:
+    if path.kind == "external_weights":
+        raise DataError(f"{path} is in a format for other programs; name a checkpoint of weights or sampler_weights")
+    return path
 
 
-# texts only, as the SDK declares it: it could not list a run with anything else
+# texts only, as the SDK declares; it could not list a run with other values
 Metadata = Annotated[dict[str, str], AfterValidator(_bounded)]
 NotOffered = Annotated[Any, AfterValidator(_absent)]
-"""Asks for what the service does not offer; absent, null, false and 0 ask for nothing."""
-Loadable = Annotated[Place, AfterValidator(_loadable)]
+"""Key for a feature that the service lacks: only null, false and 0 are accepted."""
+Loadable = Annotated[TinkerPath, AfterValidator(_loadable)]
 Optimizer = Annotated[dict[str, Any] | None, AfterValidator(_adamw)]
 
 
@@ -110,8 +110,8 @@ class Unread:
     reason: str
 
 
-OfPeople = Annotated[Any, Unread("describes a session to people, and sessions are not listed here")]
-Version = Annotated[Any, Unread("every version of the SDK is answered alike")]
+OfPeople = Annotated[Any, Unread("describes a session for people, and this service does not list sessions")]
+Version = Annotated[Any, Unread("the service answers every version of the SDK alike")]
 
 
 class Body(BaseModel):
@@ -119,7 +119,7 @@ class Body(BaseModel):
 
 
 class Numbered(BaseModel):
-    """Calls that run in order."""
+    """Fields of calls that run in order."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), strict=True)
     model_id: Id
@@ -149,7 +149,7 @@ class HeartbeatBody(Body):
 
 
 class Lora(Body):
-    """Adapter; rank 0 trains the whole model."""
+    """Options of an adapter; rank 0 trains the whole model."""
 
     rank: int = Field(ge=0, le=65536)
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -165,12 +165,12 @@ class Lora(Body):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Describes a model with this adapter to clients."""
+        """Returns the description that clients get of a model with this adapter."""
         return {"is_lora": self.rank > 0, "lora_rank": self.rank or None}
 
 
 class CreateModel(Body):
-    """A new model with initial weights."""
+    """Creates a model with initial weights."""
 
     session_id: Id
     model_seq_id: Number
@@ -223,13 +223,13 @@ class Save(Body):
     type: str
 
     @property
-    def place(self) -> Place:
-        return Place.of(self.model_id, self.saved_as, f"{self.seq_id:08d}" if self.path is None else self.path)
+    def tinker_path(self) -> TinkerPath:
+        return TinkerPath.of(self.model_id, self.saved_as, f"{self.seq_id:08d}" if self.path is None else self.path)
 
     @model_validator(mode="after")
     def _has_a_good_name(self) -> Self:
         if self.path is not None:
-            Place.of(self.model_id, self.saved_as, self.path)
+            TinkerPath.of(self.model_id, self.saved_as, self.path)
         return self
 
 
@@ -279,7 +279,7 @@ class SaveExternal(Save):
 
 
 class TtlBody(Body):
-    """Lifetime of a checkpoint from now; None: for ever."""
+    """Lifetime of a checkpoint from now on; None: forever."""
 
     ttl_seconds: Ttl | None
 
@@ -301,7 +301,7 @@ class LoadWeights(Body):
 
     @property
     def new_model_id(self) -> str | None:
-        """Returns the name of a new model; None: it is loaded into an existing one."""
+        """Returns the name of the new model; None if the checkpoint is loaded into an existing one."""
         return None if self.session_id is None else f"{self.session_id}:train:{self.model_seq_id}"
 
     @model_validator(mode="after")
@@ -325,11 +325,11 @@ class InfoBody(Body):
 class OfPath(Body):
     """Names a checkpoint."""
 
-    tinker_path: Place
+    tinker_path: TinkerPath
 
 
 class CreateSampler(Body):
-    """Weights to sample from: those of a checkpoint, or of the base model."""
+    """Prepares weights to sample from: those of a checkpoint, or of the base model."""
 
     session_id: Id
     sampling_session_seq_id: Number
@@ -350,10 +350,10 @@ class Chunk(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_text(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("type", "encoded_text") != "encoded_text":
+    def _is_text(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type", "encoded_text") != "encoded_text":
             raise DataError("the prompt has an image or audio, which no model here reads; send tokens")
-        return given
+        return value
 
 
 class Prompt(Body):
@@ -395,11 +395,11 @@ class SampleBody(Body):
 
 class RetrieveBody(Body):
     request_id: Id
-    allow_metadata_only: Annotated[Any, Unread("allows what the service does not do: each result is sent whole")] = None
+    allow_metadata_only: Annotated[Any, Unread("the service always sends whole results")] = None
 
 
 class Sample(NamedTuple):
-    """Answers to one prompt, as the served model can give them."""
+    """Request for answers to one prompt, with the sampling rules that follow from it."""
 
     body: SampleBody
     sampling: SamplingParams
@@ -408,17 +408,17 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Refuse:
-    """A refused call, in its place among the calls of its model."""
+    """A refused call, which still takes its turn among the calls of its model."""
 
     model_id: str
     message: str
     is_of_step: bool
-    """Whether it may be part of a step, which is incomplete without it."""
+    """Whether it may belong to a step, which is then incomplete."""
 
 
 @dataclass(frozen=True)
 class Unload:
-    """Models and samplers that nobody uses any more."""
+    """Frees models and samplers that are no longer in use."""
 
     model_ids: tuple[str, ...]
     sampler_ids: tuple[str, ...]
@@ -437,7 +437,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """An operation that changed nothing, and why."""
+    """Failure of an operation, which changed nothing."""
 
     message: str
     category: Literal["user", "server"]

@@ -1,8 +1,7 @@
 """Protobuf messages of the Tinker protocol: the batch of a forward_backward, its outputs, and answers.
 
-Their numbers and types are facts of the protocol, as the SDK of tinker 0.38 sends and reads them. Every field that
-clients send is named here; any other is refused. The messages live in a separate pool, so that a process may load the
-SDK as well.
+Field numbers and types are those of the SDK of tinker 0.38. Fields that are not listed here are refused. The messages
+are in a separate pool, so that a process may load the SDK as well.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 
-if TYPE_CHECKING:  # loads torch, which the process that speaks HTTP does without
+if TYPE_CHECKING:  # loads torch, which the HTTP process does not need
     from mtrain.training.sampling.sampler import Completion
 
 _PACKAGE = "mtrain_serve"
@@ -34,7 +33,7 @@ _SCALARS = {
     "bool": _FIELD.TYPE_BOOL,
     "double": _FIELD.TYPE_DOUBLE,
 }
-# name: (number, type); [] repeats; {type} is a map from text
+# name: (number, type); type[] is a list, {type} a map with text keys
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "SparseCsr": {"values": (1, "bytes"), "crow_indices": (2, "bytes"), "col_indices": (3, "bytes")},
     "Tensor": {"dense": (1, "bytes"), "sparse_csr": (2, "SparseCsr"), "dtype": (3, "int32"), "shape": (4, "int64[]")},
@@ -43,7 +42,7 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "Chunk": {"encoded_text": (1, "Text"), "image": (2, "Other"), "dmel": (3, "Other")},
     "Span": {"sequence_id": (1, "string"), "offset": (2, "int64"), "length": (3, "int64")},
     "Provenance": {"prompt_tokens": (1, "Span"), "sampled_tokens": (2, "Span")},
-    # where tokens came from, which only stable_reinforce reads, a loss that is not offered
+    # spans say where tokens came from; only stable_reinforce reads them, a loss that is not offered
     "Datum": {
         "model_input": (1, "Chunk[]"),
         "loss_fn_inputs": (2, "{Tensor}"),
@@ -87,9 +86,9 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 }
 _FLOAT32, _INT64 = 1, 2
 _REASONS = {"stop": 0, "length": 1}
-"""Finish reasons of an answer."""
+"""Number of each finish reason."""
 NO_LOG_PROB = -99999.0
-"""Log-probability that, with token 0, fills places without likeliest tokens."""
+"""Log-probability that, with token 0, fills positions without likeliest tokens."""
 _NO_TOKENS = np.empty(0, np.int32)
 _DTYPES: Mapping[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64}
 
@@ -128,7 +127,7 @@ _CLASS = _classes()
 
 @dataclass(frozen=True)
 class SentDatum:
-    """A sequence with what its loss reads."""
+    """A sequence with the inputs of its loss."""
 
     tokens: NDArray[np.int32]
     inputs: dict[str, NDArray[Any]]
@@ -136,7 +135,7 @@ class SentDatum:
 
     @property
     def num_bytes(self) -> int:
-        return self.tokens.nbytes + sum(each.nbytes for each in self.inputs.values())
+        return self.tokens.nbytes + sum(array.nbytes for array in self.inputs.values())
 
 
 @dataclass(frozen=True)
@@ -157,12 +156,12 @@ class SentBatch:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in self.data)
+        return sum(datum.num_bytes for datum in self.data)
 
 
 @dataclass(frozen=True)
 class Call:
-    """Place of a call among those of its model."""
+    """Model and number of a call."""
 
     model_id: str
     number: int
@@ -175,7 +174,7 @@ _VARINT = re.compile(rb"\x10[\x80-\xff]{0,9}[\x00-\x7f]")
 
 
 def call_of_batch(body: bytes) -> Call | None:
-    """Returns the call of a forward_backward request that may be damaged or cut; None: unknown."""
+    """Returns the call of a forward_backward request, which may be damaged or truncated; None if unknown."""
     parts, message = [body], _CLASS["ForwardBackwardRequest"]()
     if head := _HEAD.match(body):  # the model's name comes first, then the number
         match = _VARINT.match(body, 2 + head[1][0])
@@ -191,28 +190,28 @@ def call_of_batch(body: bytes) -> Call | None:
 
 
 def read_batch(body: bytes) -> SentBatch:
-    """Reads a request for forward_backward; refuses damaged bytes and arrays of another size than they claim."""
+    """Parses a request for forward_backward; refuses damaged bytes, and arrays whose size is not the one they claim."""
     message = _CLASS["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
     except DecodeError as fault:
-        raise DataError(f"the body is no ForwardBackwardRequest ({fault}); send what the tinker SDK sends") from None
-    parts = (len(message.data), *(len(each.model_input) + len(each.loss_fn_inputs) for each in message.data))
+        raise DataError(f"the body is not a ForwardBackwardRequest ({fault}); send what the SDK sends") from None
+    parts = (len(message.data), *(len(datum.model_input) + len(datum.loss_fn_inputs) for datum in message.data))
     if sum(parts) > _MOST_PARTS or len(message.loss_fn_config) + len(message.loss_fn_config_v2) > _MOST_OPTIONS:
         raise DataError(f"the request has more than {_MOST_PARTS} parts, or {_MOST_OPTIONS} options; send less at once")
-    written_out = sum(_written_out(each) for datum in message.data for each in datum.loss_fn_inputs.values())
+    written_out = sum(_written_out(tensor) for datum in message.data for tensor in datum.loss_fn_inputs.values())
     if written_out > _MOST_NUMBERS:
         raise DataError(
-            f"the sparse arrays have {written_out} numbers written out; send at most {_MOST_NUMBERS} at once"
+            f"the sparse arrays have {written_out} numbers when unpacked; send at most {_MOST_NUMBERS} at once"
         )
     options: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         options[name] = value.number if value.text == "" else value.text
-    data = [_datum(each, f"datum {number}") for number, each in enumerate(message.data)]
+    data = [_datum(datum, f"datum {number}") for number, datum in enumerate(message.data)]
     size = message.ByteSize()
     message.DiscardUnknownFields()
     if message.ByteSize() != size:
-        raise DataError("the request has a field that this service does not know; send what tinker 0.38 sends")
+        raise DataError("the request has a field that this service does not know; send only the fields of tinker 0.38")
     return SentBatch(message.model_id, message.seq_id, message.loss_fn, options, data, message.forward_only)
 
 
@@ -222,7 +221,7 @@ def _datum(message: Any, name: str) -> SentDatum:
         if not chunk.HasField("encoded_text"):
             raise DataError(f"{name} has an image or audio, which no model here reads; send tokens")
         tokens.append(_array(chunk.encoded_text.tokens, np.int32, f"{name}: model_input"))
-    inputs = {key: _tensor(each, f"{name}: {key}") for key, each in message.loss_fn_inputs.items()}
+    inputs = {key: _tensor(tensor, f"{name}: {key}") for key, tensor in message.loss_fn_inputs.items()}
     return SentDatum(np.concatenate([*tokens, _NO_TOKENS]), inputs)
 
 
@@ -235,7 +234,7 @@ def _tensor(message: Any, name: str) -> NDArray[Any]:
     values = _array(message.dense, dtype, name)
     if not shape:
         return values
-    # without numbers, any shape could be claimed
+    # an array without numbers could claim any shape
     is_matrix = len(shape) <= 2 and min(shape) >= 0 and max(shape) <= max(MOST_COLUMNS, len(values))
     if not is_matrix or math.prod(shape) != len(values):
         raise DataError(f"{name} has {len(values)} numbers, but the shape {list(shape)}; send that many")
@@ -243,15 +242,15 @@ def _tensor(message: Any, name: str) -> NDArray[Any]:
 
 
 def _written_out(message: Any) -> int:
-    """Returns how many numbers a sparse matrix may have: a thousand times as many as were sent."""
+    """Returns the most numbers that a sparse matrix can have when unpacked, up to a thousand times as many as sent."""
     num_rows = len(message.sparse_csr.crow_indices) // np.dtype(np.int64).itemsize
     return num_rows * min(max(message.shape, default=0), MOST_COLUMNS)
 
 
 def _from_sparse(message: Any, dtype: type[np.generic], shape: tuple[int, ...], name: str) -> NDArray[Any]:
     values = _array(message.values, dtype, name)
-    rows, columns = (_array(each, np.int64, name) for each in (message.crow_indices, message.col_indices))
-    # a few bytes may claim any shape: the rows really exist, and columns are bounded as in dense arrays
+    rows, columns = (_array(indices, np.int64, name) for indices in (message.crow_indices, message.col_indices))
+    # a few bytes may claim any shape, so the rows must exist, and columns are bounded as in dense arrays
     is_whole = len(shape) == 2 and len(rows) == shape[0] + 1 > 0 and 0 <= shape[1] <= MOST_COLUMNS
     is_whole = (
         is_whole and len(columns) == len(values) == rows[-1] and rows[0] == 0 and bool((np.diff(rows) >= 0).all())
@@ -266,7 +265,7 @@ def _from_sparse(message: Any, dtype: type[np.generic], shape: tuple[int, ...], 
 MOST_COLUMNS = 1024
 """Most numbers per token."""
 _MOST_PARTS = 2**18
-"""Most data, chunks and arrays of a request: a body holds millions of empty ones."""
+"""Most data, chunks and arrays of a request, since a body could hold millions of empty ones."""
 _MOST_OPTIONS = 64
 _MOST_NUMBERS = 2**26
 """Most numbers of a request's sparse matrices, half a GiB."""
@@ -274,7 +273,7 @@ _MOST_NUMBERS = 2**26
 
 def _array(data: bytes, dtype: type[np.generic], name: str) -> NDArray[Any]:
     if len(data) % np.dtype(dtype).itemsize:
-        raise DataError(f"{name} has {len(data)} bytes, which are no whole number of {np.dtype(dtype)}")
+        raise DataError(f"{name} has {len(data)} bytes; send a multiple of the size of {np.dtype(dtype)}")
     return np.frombuffer(data, dtype=dtype)
 
 
@@ -296,14 +295,14 @@ def written_outputs(fields: Mapping[str, Sequence[NDArray[np.float32]]], metrics
 
 
 Likeliest = tuple[NDArray[np.int32], NDArray[Any]]
-"""Likeliest tokens of each place and their log-probabilities, [places, k]."""
+"""Likeliest tokens at each position and their log-probabilities, [positions, k]."""
 
 
 def written_answers(
     answers: Sequence[Completion], prompt_log_probs: NDArray[np.float32] | None, of_prompt: Likeliest | None = None
 ) -> bytes:
     """Returns a SampleResponse. `prompt_log_probs`, [prompt tokens], are nan if unknown; `of_prompt` has the likeliest
-    tokens at each prompt token's position; None: not requested."""
+    tokens at each prompt token's position. Either is None if not requested."""
     message = _CLASS["SampleResponse"]()
     for answer in answers:
         sequence = message.sequences.add(
@@ -315,8 +314,8 @@ def written_answers(
             pairs = np.asarray(answer.likeliest)
             can_be_drawn = np.isfinite(pairs[..., 1])
             ids = np.where(can_be_drawn, pairs[..., 0], 0).astype(np.int32)
-            found = ids, np.where(can_be_drawn, pairs[..., 1], NO_LOG_PROB)
-            _write_likeliest(sequence.topk_sampled_logprobs, found)
+            likeliest = ids, np.where(can_be_drawn, pairs[..., 1], NO_LOG_PROB)
+            _write_likeliest(sequence.topk_sampled_logprobs, likeliest)
     if prompt_log_probs is not None:
         message.prompt_logprobs = prompt_log_probs.astype(np.float32).tobytes()
     if of_prompt is not None:
@@ -325,7 +324,7 @@ def written_answers(
     return written
 
 
-def _write_likeliest(message: Any, found: Likeliest) -> None:
-    ids, log_probs = found
+def _write_likeliest(message: Any, likeliest: Likeliest) -> None:
+    ids, log_probs = likeliest
     message.length, message.k = ids.shape
     message.token_ids, message.logprobs = ids.tobytes(), log_probs.astype(np.float32).tobytes()

@@ -16,24 +16,24 @@ from mtrain.config import Config
 from mtrain.core.ranks.init import any_rank
 
 _PEAK = 1.5
-"""Memory that is needed while something is made, as a share of what stays."""
+"""Peak memory while something is created, relative to what it occupies afterwards."""
 MOST_SEQUENCES = 64
-"""Number of sequences that a rank continues at a time, where its memory holds them."""
+"""Most sequences that a rank continues at a time, even if its memory has room for more."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Sizes:
-    """Sizes of what a client trains, on the rank that holds most."""
+    """Sizes of a client's model, on the rank that holds most of it."""
 
     def __init__(self, config: Config) -> None:
         self._config, self._layout = config, Layout.from_config(config, dist.get_world_size())
 
     @property
     def trained_bytes(self) -> int:
-        found = [memory_per_rank(self._config, self._layout, pp_rank) for pp_rank in range(self._layout.pp)]
+        ranks = [memory_per_rank(self._config, self._layout, pp_rank) for pp_rank in range(self._layout.pp)]
         if self._config.adapter is not None:
-            return max(each.adapter_bytes for each in found)
-        return max(each.weights_bytes + each.gradients_bytes + each.optimizer_bytes for each in found)
+            return max(rank.adapter_bytes for rank in ranks)
+        return max(rank.weights_bytes + rank.gradients_bytes + rank.optimizer_bytes for rank in ranks)
 
     @property
     def weights_bytes(self) -> int:
@@ -46,16 +46,16 @@ class Sizes:
         most = 0
         for pp_rank in range(layout.pp):
             chunks = [layout.layers(model.num_layers, pp_rank, vpp_rank) for vpp_rank in range(layout.vpp)]
-            places = [(part, layer) for layers in chunks for layer in layers for part in LAYER_PARTS]
-            kept = [part.remembered(model, layout, length) for part, layer in places if part.is_in(model, layer)]
-            most = max(most, sum(some * size + wide * FP32_BYTES for some, wide in kept))
+            parts = [(part, layer) for layers in chunks for layer in layers for part in LAYER_PARTS]
+            sizes = [part.remembered(model, layout, length) for part, layer in parts if part.is_in(model, layer)]
+            most = max(most, sum(some * size + wide * FP32_BYTES for some, wide in sizes))
         scores = 2 * FP32_BYTES * length * model.num_attention_heads // layout.tp  # and their softmax
         return scores + most
 
 
-def check_room(device: torch.device, on_device: int, on_host: int, asked: str) -> None:
-    """Refuses what memory does not hold: bytes that each rank needs on its device and in host memory for what a client
-    asks for. One small all-reduce over the world."""
+def check_room(device: torch.device, on_device: int, on_host: int, what: str) -> None:
+    """Refuses `what`, named in the error, if a rank lacks the bytes that it needs on its device or in host memory. One
+    small all-reduce over the world."""
     if device.type == "cuda":
         is_short = on_device * _PEAK > _free_on_device(device)
     else:
@@ -63,22 +63,22 @@ def check_room(device: torch.device, on_device: int, on_host: int, asked: str) -
     if any_rank(is_short or on_host * _PEAK > _free_on_host() / _num_local(), device):
         gigabytes = (on_device + on_host) / 1e9
         raise ConfigError(
-            f"{asked} needs {gigabytes:.3g} GB of a rank, and there is not enough memory; use a smaller rank, or "
-            "close unused sessions"
+            f"{what} needs {gigabytes:.3g} GB on each rank, and there is not enough memory; use an adapter of smaller "
+            "rank, or close unused sessions"
         )
 
 
 def sequences_at_once(sizes: Sizes, device: torch.device, length: int) -> int:
-    """Returns how many sequences of `length` tokens, prompt and answer, each rank can continue at a time by the memory
-    that is left; the same on all ranks. One small all-reduce over the world."""
-    each = sizes.sequence_bytes(length)
+    """Returns how many sequences of `length` tokens, prompt and answer, fit into the free memory of every rank at a
+    time; the same on all ranks. One small all-reduce over the world."""
+    size = sizes.sequence_bytes(length)
     free = _free_on_device(device) if device.type == "cuda" else _free_on_host() / _num_local()
-    # one more is for tokens that only pad a row
-    count = torch.tensor([min(free / (each * _PEAK) - 1, MOST_SEQUENCES)], dtype=torch.float64, device=device)
+    # one sequence less: tokens that only pad a row need room as well
+    count = torch.tensor([min(free / (size * _PEAK) - 1, MOST_SEQUENCES)], dtype=torch.float64, device=device)
     dist.all_reduce(count, dist.ReduceOp.MIN)
     if count.item() < 1:
         raise ConfigError(
-            f"an answer of up to {length} tokens, the prompt among them, needs {2 * each / 1e9:.3g} GB of a rank for "
+            f"an answer of up to {length} tokens, including the prompt, needs {2 * size / 1e9:.3g} GB on each rank for "
             "keys and values, and there is not enough memory; request fewer tokens, or close unused sessions"
         )
     return int(count.item())
@@ -97,7 +97,7 @@ def _free_on_host() -> int:
     """Returns the free bytes of this machine, or of the cgroup of this process."""
     free = int(psutil.virtual_memory().available)
     try:
-        limit, used = (int((_CGROUP / each).read_text()) for each in ("memory.max", "memory.current"))
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no cgroup, or no limit ("max")
         return free

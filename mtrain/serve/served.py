@@ -1,4 +1,4 @@
-"""The model that a service offers, and what a client may want of it; no torch."""
+"""The model that a service offers: its name, adapters and sampling rules for clients; no torch."""
 
 import secrets
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from mtrain.serve.operations import Lora, Sample, SampleBody
 from mtrain.training.sampling.params import SamplingParams
 
 _ALPHA = 32.0
-"""Numerator of the adapters' scale if the configuration gives none, the same for every rank."""
+"""Numerator of the adapters' scale if the configuration gives none, for adapters of any rank."""
 _MOST_NUMBERS = 2**26
 """Most tokens and log-probabilities of an answer: a few gigabytes while they are collected."""
 
 
-def _named(lora: Lora) -> list[Target]:
+def _requested_targets(lora: Lora) -> list[Target]:
     attention: tuple[Target, ...] = ("qkv", "proj", "in_proj", "out_proj") if lora.train_attn else ()
     mlp: tuple[Target, ...] = ("fc1", "fc2", "experts") if lora.train_mlp else ()
     output: tuple[Target, ...] = ("output",) if lora.train_unembed else ()
@@ -28,11 +28,11 @@ def _named(lora: Lora) -> list[Target]:
 
 
 def _targets(lora: Lora, model: ModelSection) -> list[Target]:
-    """Returns the modules that a client names, as far as the model has them."""
-    named = _named(lora)
+    """Returns those modules that a client names and the model has."""
+    named = _requested_targets(lora)
     every = LoraSection(targets=tuple(named or ("qkv",)))
-    there = {each.part for each in all_matrices(model, every)}
-    return [each for each in named if there.intersection(GROUPS.get(each, (each,)))]
+    parts = {matrix.part for matrix in all_matrices(model, every)}
+    return [target for target in named if parts.intersection(GROUPS.get(target, (target,)))]
 
 
 @dataclass(frozen=True)
@@ -54,34 +54,35 @@ class Served:
         if self.config.data.tokenizer is not None:
             return Path(self.config.data.tokenizer)
         hf = self.config.model.hf
-        has_one = hf is not None and any(list(Path(hf).glob(each)) for each in ("tokenizer.json", "*.model"))
+        has_one = hf is not None and any(list(Path(hf).glob(pattern)) for pattern in ("tokenizer.json", "*.model"))
         return Path(hf) if hf is not None and has_one else None
 
     def is_called(self, name: str) -> bool:
-        """Says whether a client means this model: by its name, or with an owner before it, as on the hub."""
+        """Says whether a client means this model: by its name, or as OWNER/NAME, as on the hub."""
         return name.count("/") <= 1 and name.rpartition("/")[2] == self.name
 
     def check_name(self, name: str) -> None:
         if not self.is_called(name):
             raise DataError(f"base_model={name[:200]!r} is not served here; take {self.name}")
 
-    def asked_adapter(self, lora: Lora | None) -> Lora:
-        """Returns a client's adapter with a seed; without the output layer if it shares the embedding table, so that
-        `train_unembed`, the SDK's default, would train nothing."""
-        found = Lora(rank=0) if lora is None else lora
-        seed = secrets.randbits(48) if found.rank and found.seed is None else found.seed
-        has_output = found.train_unembed and not self.config.model.tied_embeddings
-        return found.model_copy(update={"seed": seed, "train_unembed": has_output})
+    def completed_adapter(self, lora: Lora | None) -> Lora:
+        """Returns a client's adapter with a seed. `train_unembed`, the SDK's default, is dropped if the output layer
+        shares the embedding table, since an adapter on it would train nothing."""
+        adapter = Lora(rank=0) if lora is None else lora
+        seed = secrets.randbits(48) if adapter.rank and adapter.seed is None else adapter.seed
+        has_output = adapter.train_unembed and not self.config.model.tied_embeddings
+        return adapter.model_copy(update={"seed": seed, "train_unembed": has_output})
 
     def adapted(self, lora: Lora) -> Config:
-        """Returns the configuration with a client's adapter; with `adapter.path` that of the folder."""
+        """Returns the configuration with a client's adapter; with `adapter.path` set, the client must request the
+        adapter of that folder."""
         content, config, start = self.config.model_dump(), self.config, self.config.adapter
         if start is not None and start.path is not None:
-            named = _named(lora)
+            named = _requested_targets(lora)
             if lora.rank != start.rank or not start.parts.issubset(p for t in named for p in GROUPS.get(t, (t,))):
                 raise ConfigError(
-                    f"rank={lora.rank} on {', '.join(named) or 'nothing'} was asked for, but models of this service "
-                    f"start from {shown(start)} (adapter.path); ask for that rank, and for these modules at least"
+                    f"rank={lora.rank} on {', '.join(named) or 'nothing'} was requested, but models of this service "
+                    f"start from {shown(start)} (adapter.path); request that rank, and at least these modules"
                 )
             return config
         if lora.rank == 0:
@@ -98,24 +99,24 @@ class Served:
             raise ConfigError(
                 f"rank={lora.rank} is larger than each of the matrices that it would adapt; take at most {most}"
             )
-        given = {"kind": "lora", "alpha": _ALPHA} if config.adapter is None else config.adapter.model_dump()
-        content["adapter"] = {**given, "rank": lora.rank, "targets": targets, "rank_pattern": {}, "alpha_pattern": {}}
+        section = {"kind": "lora", "alpha": _ALPHA} if config.adapter is None else config.adapter.model_dump()
+        content["adapter"] = {**section, "rank": lora.rank, "targets": targets, "rank_pattern": {}, "alpha_pattern": {}}
         try:
             return Config.model_validate(content)
         except ValidationError as fault:
-            reasons = "; ".join(each["msg"].removeprefix("Value error, ") for each in fault.errors())
+            reasons = "; ".join(error["msg"].removeprefix("Value error, ") for error in fault.errors())
             raise ConfigError(
                 f"this model cannot have an adapter of rank {lora.rank} on {', '.join(targets)}: {reasons}"
             ) from None
 
     def sample(self, body: SampleBody) -> Sample:
-        """Returns the operation for a request; refuses what the model or the service lacks."""
-        given, length, last_n = body.sampling_params, len(body.prompt.tokens), body.prompt_logprobs_last_n
+        """Returns the operation for a request; refuses requests that the model or the service cannot serve."""
+        params, length, last_n = body.sampling_params, len(body.prompt.tokens), body.prompt_logprobs_last_n
         room = self.config.data.seq_length - length
         if room < 1 or length < 1:
             raise DataError(f"the prompt has {length} tokens; send 1 to {self.config.data.seq_length - 1}")
-        stops = [given.stop] if isinstance(given.stop, str) else given.stop
-        texts = tuple(each for each in stops or [] if isinstance(each, str))
+        stops = [params.stop] if isinstance(params.stop, str) else params.stop
+        texts = tuple(stop for stop in stops or [] if isinstance(stop, str))
         if texts and self.tokenizer is None:
             raise DataError("stop is a text, but this service has no tokenizer; give ids, or set data.tokenizer for it")
         if last_n is not None and not (body.prompt_logprobs and last_n < length):
@@ -123,7 +124,7 @@ class Served:
                 f"prompt_logprobs_last_n={last_n} needs prompt_logprobs and a longer prompt than {length} tokens; send "
                 "both"
             )
-        most = room if given.max_tokens is None else min(given.max_tokens, room)
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
         numbers = body.num_samples * (length + most * (2 + 2 * body.topk_sample_logprobs))
         if numbers > _MOST_NUMBERS:
             raise DataError(
@@ -131,17 +132,17 @@ class Served:
                 f"topk_sample_logprobs={body.topk_sample_logprobs} are {numbers} numbers; request fewer in one call, "
                 f"at most {_MOST_NUMBERS}"
             )
-        # as in other engines, a text that ends an answer leaves the end tokens unchanged
+        # as in other engines, stop texts are in addition to the end tokens
         ids = self.stop_token_ids if stops is None or texts else frozenset(map(int, stops))
         sampling = SamplingParams(
             most,
-            given.temperature,
-            given.top_p,
-            max(0, given.top_k),  # -1 means all as well
-            secrets.randbits(48) if given.seed is None else given.seed,
+            params.temperature,
+            params.top_p,
+            max(0, params.top_k),  # -1 also means all
+            secrets.randbits(48) if params.seed is None else params.seed,
             ids,
             num_likeliest=body.topk_sample_logprobs,
-            log_probs_of_draw=True,  # a client takes them for those of the policy that it sampled from
+            log_probs_of_draw=True,  # a client expects those of the policy that it sampled from
         )
         return Sample(body, sampling, texts)
 

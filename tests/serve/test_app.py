@@ -30,7 +30,7 @@ from mtrain.serve.desk import Desk, Request
 from mtrain.serve.http import MOST_BYTES
 from mtrain.serve.http_process import server_of
 from mtrain.serve.losses import Batch
-from mtrain.serve.operations import CreateModel, Done, Lora, Place, Unload
+from mtrain.serve.operations import CreateModel, Done, Lora, TinkerPath, Unload
 from mtrain.serve.protocol import SentDatum, read_batch
 from mtrain.serve.run import listener_at
 from mtrain.serve.served import Served
@@ -293,7 +293,7 @@ def test_modules_of_an_adapter_are_those_that_the_model_has(tmp_path: Path) -> N
 
 def test_what_a_killed_service_had_moved_comes_back(tmp_path: Path) -> None:
     """A save over an older one is killed between its two moves; another and a removal are not finished."""
-    store, place = Store(tmp_path), Place.of("0" * 32 + ":train:0", "weights", "one")
+    store, place = Store(tmp_path), TinkerPath.of("0" * 32 + ":train:0", "weights", "one")
     folder = store.folder(place)
     (folder.parent / ".old.one").mkdir(parents=True)
     (folder.parent / ".old.one" / "checkpoint.json").write_text("{}")

@@ -17,7 +17,7 @@ from tinker.lib.api_future_impl import RequestFailedError
 from mtrain.base.errors import DataError
 from mtrain.serve.app import App
 from mtrain.serve.desk import Desk
-from mtrain.serve.operations import Kind, Place
+from mtrain.serve.operations import Kind, TinkerPath
 from mtrain.serve.store import Described, Store
 from tests.messages import refuses
 from tests.pool import Pool
@@ -28,9 +28,9 @@ RUN = "0" * 32 + ":train:0"
 HOUR = 3600
 
 
-def put(store: Store, name: str, kind: Kind = "weights", ends: float | None = None) -> Place:
+def put(store: Store, name: str, kind: Kind = "weights", ends: float | None = None) -> TinkerPath:
     """Writes a checkpoint of no weights."""
-    place = Place.parsed(f"tinker://{RUN}/{kind}/{name}")
+    place = TinkerPath.parsed(f"tinker://{RUN}/{kind}/{name}")
     folder = store.fresh(place) / "model"
     folder.mkdir(parents=True)
     (folder / "part").write_bytes(b"12345")

@@ -16,7 +16,7 @@ from mtrain.base.signals import StopSignal
 from mtrain.serve.desk import Desk, FullError, Request
 from mtrain.serve.link import Link
 from mtrain.serve.operations import Done, Failed, Operation, Unload
-from mtrain.serve.run import _taken
+from mtrain.serve.run import _next_request
 
 NOTHING = Unload((), ())
 
@@ -96,7 +96,7 @@ def test_a_signal_ends_the_wait_for_a_request() -> None:
     start = time.monotonic()
     try:
         with own, other, StopSignal() as stop:
-            assert _taken(_Signalled(own), stop, 60) is None
+            assert _next_request(_Signalled(own), stop, 60) is None
             assert stop.received is signal.SIGTERM
     finally:
         signal.signal(signal.SIGALRM, before)

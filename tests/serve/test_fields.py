@@ -24,7 +24,7 @@ from mtrain.serve import operations
 from mtrain.serve.app import App
 from mtrain.serve.checkpoints import Run
 from mtrain.serve.desk import Desk, Request
-from mtrain.serve.operations import Done, Lora, Place
+from mtrain.serve.operations import Done, Lora, TinkerPath
 from mtrain.serve.protocol import read_batch
 from mtrain.serve.store import Described, Store
 from tests.paths import ROOT
@@ -193,9 +193,9 @@ def service(folder: Path) -> Iterator[tuple[TestClient, list[Any]]]:
     app.sessions[SESSION] = time.monotonic()
     app.desk.open_line(MODEL)
     app._runs[MODEL], app._samplers[SAMPLER] = Run(Lora(rank=2), None), None
-    done, _ = app.desk._made(None, "done")  # type: ignore[arg-type]
+    done, _ = app.desk._request(None, "done")  # type: ignore[arg-type]
     app.desk.finish(done, Done({}))
-    place = Place.parsed(SAVED)
+    place = TinkerPath.parsed(SAVED)
     if not app.store.folder(place).exists():
         app.store.fresh(place).mkdir(parents=True)
         app.store.publish(Described(MODEL, "weights", "one", "base", None, 0.0))

@@ -163,7 +163,7 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda client: client.optim_step(types.AdamParams(beta1=1.0)), "beta1"),
     (lambda client: client.optim_step(types.AdamParams(eps=0.0)), "eps"),
     (lambda client: client.optim_step(types.DimuonParams(learning_rate=0.1)), "AdamW"),
-    (lambda client: client.load_state("tinker://nowhere"), "is no tinker"),
+    (lambda client: client.load_state("tinker://nowhere"), "must be tinker"),
     (lambda client: client.load_state(f"tinker://{client.model_id}/weights/none"), "there is no checkpoint"),
     (lambda client: client.load_state(f"tinker://{client.model_id}/weights/a", "token"), "weights_access_token"),
     (lambda client: client.forward([datum([1, 2], {})], "dro"), "dro"),

@@ -20,7 +20,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.serve.app import App
 from mtrain.serve.desk import Desk
 from mtrain.serve.http_process import _allow_files
-from mtrain.serve.operations import Done, Lora, Place
+from mtrain.serve.operations import Done, Lora, TinkerPath
 from mtrain.serve.served import Served
 from mtrain.serve.store import Described, Store
 from tests.fault_table import Notice
@@ -48,7 +48,7 @@ def app_of(folder: Path, token: str | None) -> App:
 )
 def test_no_page_in_a_browser_may_call(tmp_path: Path, notice: Notice) -> None:
     """Every route, with each head that a browser could send for a page."""
-    place = Place.parsed(SAVED)
+    place = TinkerPath.parsed(SAVED)
     with service(tmp_path) as (client, begun):
         routes = {(method, each.path) for each in client.app.routes for method in each.methods or ()}  # type: ignore[attr-defined]
         values = {"session_id": SESSION, "sampler_id": "x", "model_id": MODEL, "kind": "weights", "name": "one"}
@@ -108,7 +108,7 @@ def test_programs_of_the_machine_may_call_by_any_of_its_names(tmp_path: Path) ->
 def test_what_is_kept_with_a_run_is_text(tmp_path: Path, notice: Notice) -> None:
     """The SDK could not list a run with anything else, nor any other run then."""
     kept = {"a": 1, "b": [1, None], "c": "text", "d": {"e": 1.5}}
-    place = Place.of(MODEL, "weights", "old")
+    place = TinkerPath.of(MODEL, "weights", "old")
     app = app_of(tmp_path, None)
     app.store.fresh(place).mkdir(parents=True)
     app.store.publish(Described(MODEL, "weights", "old", "base", None, 0.0, run_metadata=kept))
