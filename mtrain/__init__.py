@@ -6,8 +6,8 @@
         engine.forward_backward([Datum([5, 6, 7])])
         print(engine.optim_step().loss)
 
-These names are the public API (docs/api/index.md). They are loaded when they are first used: `import mtrain` and
-`load_config` need no torch, which takes seconds to import.
+These names are the public API (docs/api/index.md). They are loaded at first use: `import mtrain` and `load_config` need
+no torch, which takes seconds to import.
 """
 
 from importlib import import_module
@@ -71,7 +71,7 @@ _MODULES = {
     "mtrain.training.sampling.params": "SamplingParams",
     "mtrain.training.sampling.sampler": "Completion",
 }
-"""Names by the module that has them."""
+"""Module -> its public names, separated by spaces."""
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [

@@ -12,8 +12,7 @@ from mtrain.base.background import is_anything_running
 from mtrain.base.signals import end_at_interrupt, hold_stop_signals, ignore_stop_signals, was_interrupted
 
 _VERBS_THAT_SAVE = (["train"], ["launch", "local"])
-"""Verbs that neither a stop signal during their start nor a full disk of their log may end, as it ends other
-programs."""
+"""Verbs that survive a stop signal during their start, and a full disk under their log."""
 
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -25,17 +24,18 @@ def main() -> None:
     if saves:
         hold_stop_signals()
         survive_full_disks()
-    else:  # a training program may contain code of the user, with its plugins
+    else:
         end_at_interrupt()
-    if sys.argv[1:2] not in (["train"], ["launch"]):  # a job inherits the environment of the verb that submits it
+    # not in training, which may run a user's code with plugins, nor in `launch`, whose environment the job inherits
+    if sys.argv[1:2] not in (["train"], ["launch"]):
         os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # else pydantic reads the metadata of each package
     try:
-        from mtrain.cli.main import app  # this and the trainer take ten seconds to import: signals must be held by now
+        from mtrain.cli.main import app  # this and the trainer take ten seconds to import, so signals are held before
 
         app(prog_name="mtrain")
     except BaseException as ending:
-        if was_interrupted() or isinstance(ending, KeyboardInterrupt):  # whatever a library has made of it
-            with contextlib.suppress(OSError, ValueError):  # nobody may read it any more
+        if was_interrupted() or isinstance(ending, KeyboardInterrupt):  # even if a library raised another exception
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed
                 verb = " ".join(["mtrain", *sys.argv[1:2]])
                 print(f"interrupted: {verb} has not finished", file=sys.stderr, flush=True)
             _leave(_INTERRUPTED)
@@ -48,10 +48,10 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process at once.
+    """Ends the process immediately.
 
-    Python's own exit would wait for threads; and where Ctrl-C has interrupted code in `exec` or `eval`, such as the
-    definition of a data class, it would end as if SIGINT had killed it, whatever exit code was wanted."""
+    Python's own exit would wait for threads; and if Ctrl-C interrupted code in `exec` or `eval`, such as the definition
+    of a data class, the process would end as if killed by SIGINT, whatever the exit code."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -62,14 +62,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _Output(io.FileIO):
-    """File descriptor that accepts writes while its disk is full."""
+    """Stream to a file descriptor that accepts writes even while the disk is full."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
         self._num_missing_bytes = 0
 
     def write(self, data: Any) -> int:
-        """Writes some of the data, or counts all of it as missing, and returns the number of bytes that are done."""
+        """Writes some of the data, or counts all of it as missing; returns the number of bytes dealt with."""
         try:
             if self._num_missing_bytes:
                 super().write(f"[{self._num_missing_bytes} bytes are missing here: the disk was full]\n".encode())
@@ -83,7 +83,7 @@ class _Output(io.FileIO):
 
 
 def survive_full_disks() -> None:
-    """Makes standard output and standard error survive a full disk; call it once, at the start of a process.
+    """Lets standard output and standard error survive a full disk; call it once, at the start of a process.
 
     The logs of ranks and of Slurm jobs are files, often in the run folder. A line that cannot be written must not end a
     run or change its exit code, so it is dropped, and a later line says how many bytes are missing.
