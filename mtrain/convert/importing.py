@@ -194,9 +194,9 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
     copies = [Path(CONFIG_NAME)] if plain == config else []
     if source.folder.has_index:
         copies.append(Path(INDEX_NAME))
-    for name in [*copies, *side_files(source.folder.path)]:
-        (origin / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(source.folder.path / name, origin / name)
+    for path in [*copies, *side_files(source.folder.path)]:
+        (origin / path).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source.folder.path / path, origin / path)
     weight_names, shards = source.weights.names(), dict[str, Any]()
     for name, file in source.folder.files.items():
         tensors = [stored.removesuffix(BLOCKS_SUFFIX) for stored in file.entries]

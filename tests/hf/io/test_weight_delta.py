@@ -91,7 +91,7 @@ def test_a_change_makes_the_old_tensor_the_new_one(
         assert after is not None
         assert (after.dtype, after.shape, bits_of(after)) == (new.dtype, new.shape, bits_of(new))
         assert read.fingerprint == fingerprint_of(new)
-        assert read.places.nbytes + read.values.nbytes <= new.nbytes
+        assert read.positions.nbytes + read.values.nbytes <= new.nbytes
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_places_take_the_fewest_bytes(every: int, form: str, num_bytes: int) -> 
     new[::every] = 1
     change = Change.between("any", torch.zeros_like(new), new)
     assert change is not None
-    assert (change.form, change.places.nbytes + change.values.nbytes) == (form, num_bytes)
+    assert (change.form, change.positions.nbytes + change.values.nbytes) == (form, num_bytes)
 
 
 def test_a_copy_follows_and_returns_what_has_changed() -> None:
@@ -208,10 +208,10 @@ def test_places_outside_of_a_tensor_are_refused() -> None:
     change = Change.between("any", old.clone(), new)
     assert change is not None
     assert change.applied(old[:2]) is None
-    assert change._replace(places=torch.tensor([255, 255, 255], dtype=torch.uint8)).applied(old) is None
+    assert change._replace(positions=torch.tensor([255, 255, 255], dtype=torch.uint8)).applied(old) is None
     copy = WeightCopy()
     applied(copy, sent([{"any": old}])[0])
-    far = change._replace(places=torch.tensor([232, 3], dtype=torch.uint8), form="uint16")  # 1,000
+    far = change._replace(positions=torch.tensor([232, 3], dtype=torch.uint8), form="uint16")  # 1,000
     with refuses(DataError):
         copy.apply(Part("a trainer", 2, False, [far]).encoded())
 
