@@ -317,7 +317,7 @@ def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) ->
     """Returns the value of a loss function if it is a valid pair, else refuses it."""
     if not isinstance(pair, LossPair):
         raise ConfigError(
-            f"loss.function={name!r} returned a value of type {type(pair).__name__}, but has to return a "
+            f"loss.function={name!r} returned a value of type {type(pair).__name__}, but has to return an "
             "mtrain.LossPair(numerator, denominator)"
         )
     _check_part(pair.numerator, "numerator", (torch.float32, inputs.logits.dtype), name)

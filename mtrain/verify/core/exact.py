@@ -168,7 +168,7 @@ class _Evaluator:
         if not isinstance(pair, LossPair):
             raise ConfigError(
                 f"loss.function={section.function!r} returned a value of type {type(pair).__name__}, but has to "
-                "return a mtrain.LossPair(numerator, denominator)"
+                "return an mtrain.LossPair(numerator, denominator)"
             )
         return pair.numerator, float(pair.denominator)
 
