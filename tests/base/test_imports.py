@@ -149,7 +149,8 @@ def test_packages_for_gpus_are_found_where_there_is_one(install: Install) -> Non
             (
                 "transformer_engine",
                 transformer_engine(release) | megatron(core),
-                f"since megatron-core {core} supports >={oldest},<{too_new}",
+                f"version {release} needs a certificate of `mtrain verify backend`, since megatron-core {core} "
+                f"supports >={oldest},<{too_new}",
             )
             for core, oldest, too_new in (("0.16.1", "2.9", "2.13"), ("0.19.2", "2.14", "2.21"))
             for release in ("2.8.0", "2.13.0", "2.21.0")

@@ -63,7 +63,7 @@ def test_nothing_is_overwritten(tmp_path: Path, part: str, notice: Notice) -> No
     with notice:
         code, text = call("init", tmp_path)
     assert (code, text.count("\n")) == (notice.exit_code, 1)
-    assert text.startswith(f"error: {tmp_path / part} exists")
+    assert text.startswith(f"error: {tmp_path / part} already exists")
     assert files(tmp_path) == {f"{part}/mine": b"own"}
 
 

@@ -160,4 +160,4 @@ def test_it_converts_both_ways(installed: Installed) -> None:
 def test_it_ends_with_the_exit_code_of_an_error(installed: Installed) -> None:
     done = installed.run("mtrain", "init", ".")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("error: configs exists")
+    assert done.stderr.startswith("error: configs already exists")
