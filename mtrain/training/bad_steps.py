@@ -1,4 +1,4 @@
-"""Bad steps: found before they are applied, then left out, or followed by a rollback to a good checkpoint.
+"""Detects bad steps before they are applied, and skips them or rolls back to a good checkpoint.
 
 Loss and gradient norm are sums over the whole global batch, the same on all ranks, and every checkpoint has the window
 that a step is compared with. So all ranks decide alike, and decisions depend neither on the layout nor on where a run
@@ -37,11 +37,11 @@ from mtrain.training.resume import load_newest
 _log = logging.getLogger(__name__)
 
 BUDGET_STEPS = 1000
-"""Number of latest steps in which train.max_bad_steps is counted."""
+"""Number of latest steps to which train.max_bad_steps applies."""
 _OF_NORMAL = 1.4826
 """Ratio of the standard deviation to the median distance from the median, for a normal distribution."""
 _SMALLEST_SPREAD = 0.01
-"""Smallest spread as a share of the median: otherwise any change of nearly constant losses would be a spike."""
+"""Smallest spread as a share of the median; without it, any change of nearly constant losses would be a spike."""
 
 
 class Guard:
@@ -50,7 +50,7 @@ class Guard:
     def __init__(self, train: TrainSection, history: BadStepHistory) -> None:
         self._train = train
         self._skipped: dict[int, SkippedInfo] = {}
-        self._refused = {each.step for each in history.skipped if not each.is_margin}
+        self._refused = {info.step for info in history.skipped if not info.is_margin}
         window = 0 if train.on_spike is None else train.on_spike.window_steps
         self._losses, self._grad_norms = deque[float](maxlen=window), deque[float](maxlen=window)
         self.rewind(history)
@@ -63,21 +63,21 @@ class Guard:
 
     @property
     def may_go_on(self) -> bool:
-        """Says whether the run can survive some bad step, for which the state before a step has to be kept."""
+        """Says whether the run can survive a bad step, which requires a copy of the state before each step."""
         spike = self._train.on_spike
         return self._train.on_nonfinite != "stop" or (spike is not None and spike.action != "stop")
 
     def left_out(self, step: int) -> str | None:
-        """Says why the batch of a step, counted from 1, is not computed; None if it is."""
+        """Returns why the batch of a step, counted from 1, is left out; None if it is computed."""
         known = self._skipped.get(step)
         return None if known is None else known.reason
 
     def updates_before(self, step: int) -> int:
         """Counts the earlier steps that were not left out; the learning rate follows this number."""
-        return step - 1 - sum(each < step for each in self._skipped)
+        return step - 1 - sum(skipped < step for skipped in self._skipped)
 
     def judge(self, loss: float, grad_norm: float) -> None:
-        """Raises SpikeError if loss or gradient norm are far above those of the window; called before the update."""
+        """Raises SpikeError if loss or gradient norm is far above those of the window; called before the update."""
         spike = self._train.on_spike
         if spike is None or len(self._losses) < spike.window_steps:
             return
@@ -88,8 +88,8 @@ class Guard:
         for name, value, window, deviations in seen:
             if deviations is not None and value > (limit := highest(window, deviations)):
                 raise SpikeError(
-                    f"the {name} is {value:.6g}, above {limit:.6g}: the median of the {len(window)} updates before is "
-                    f"{median(window):.6g} (train.on_spike)"
+                    f"the {name} is {value:.6g}, above {limit:.6g}: the median of the previous {len(window)} updates "
+                    f"is {median(window):.6g} (train.on_spike)"
                 )
 
     def accept(self, loss: float, grad_norm: float) -> None:
@@ -100,7 +100,7 @@ class Guard:
     def refuse(self, step: int, fault: BadStepError) -> Literal["skip", "rollback"]:
         """Decides how the run continues after a bad step, and records the left-out batches; raises if the run ends.
 
-        A spoiled state is not the fault of the batch: a rollback repeats the step, once, and skipping repairs nothing.
+        A spoiled state is not the batch's fault, so a rollback repeats the step, once; skipping it would not help.
         """
         spike = self._train.on_spike
         action = spike.action if spike is not None and isinstance(fault, SpikeError) else self._train.on_nonfinite
@@ -109,15 +109,15 @@ class Guard:
             raise fault
         reason = str(fault)
         if step in self._refused:
-            raise NumericError(f"{reason}, a second time at this step; it is not repeated again")
+            raise NumericError(f"{reason}, a second time at this step; it is not tried again")
         self._refused.add(step)
         if not is_spoiled:
             margin = self._train.rollback_margin_steps if action == "rollback" else 0
-            for each in range(max(1, step - margin), step + margin + 1):
-                near = SkippedInfo(step=each, reason=f"near step {step}: {reason}", is_margin=True)
-                self._skipped.setdefault(each, near)
+            for number in range(max(1, step - margin), step + margin + 1):
+                near = SkippedInfo(step=number, reason=f"near step {step}: {reason}", is_margin=True)
+                self._skipped.setdefault(number, near)
             self._skipped[step] = SkippedInfo(step=step, reason=reason)
-        bad = [each for each in self._refused if each > step - BUDGET_STEPS]
+        bad = [number for number in self._refused if number > step - BUDGET_STEPS]
         if len(bad) > self._train.max_bad_steps:
             raise NumericError(
                 f"{reason}; {len(bad)} of the latest {BUDGET_STEPS} steps were bad, more than train.max_bad_steps="
@@ -126,12 +126,12 @@ class Guard:
         return action
 
     def first_left_out_for(self, step: int) -> int:
-        """Returns the first step that a rollback because of `step` leaves out; the checkpoint must be older."""
+        """Returns the first step that a rollback from `step` leaves out; the checkpoint must be older."""
         return max(1, step - self._train.rollback_margin_steps)
 
     def rewind(self, history: BadStepHistory) -> None:
-        """Takes over the history of a checkpoint; batches found bad since then are still left out."""
-        self._skipped = {each.step: each for each in history.skipped} | self._skipped
+        """Restores the history of a checkpoint; batches found bad since then are still left out."""
+        self._skipped = {info.step: info for info in history.skipped} | self._skipped
         recent = history.recent or RecentUpdates()
         for window, values in ((self._losses, recent.losses), (self._grad_norms, recent.grad_norms)):
             window.clear()
@@ -149,7 +149,7 @@ class StepOutcome(NamedTuple):
     """Outcome of a step."""
 
     totals: StepTotals | None
-    """Totals of the step; None if nothing was computed, or not to the end."""
+    """Totals of the step; None if it was not computed completely."""
     update: Update | None
     """Update of the optimizer; None if nothing was applied."""
     refused: str | None = None
@@ -165,7 +165,7 @@ class StepOutcome(NamedTuple):
 
     @property
     def stop_requested(self) -> bool:
-        """Says whether any rank asked to stop; if nothing was computed, the next step will say so."""
+        """Says whether any rank asked to stop; if nothing was computed, the next step reports it."""
         return self.totals is not None and self.totals.stop_requested
 
 
@@ -175,12 +175,12 @@ class RollBackError(NumericError):
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(reason)
         self.step = step
-        """Step that was bad, counted from 1, or the last step before the state was found to be spoiled."""
+        """Bad step, counted from 1, or the last step before the state was found to be spoiled."""
 
 
 @contextlib.contextmanager
 def named(what: str) -> Iterator[None]:
-    """Adds the place to the message of a numeric error that is raised inside the block."""
+    """Prefixes messages of numeric errors inside the block with `what`, such as the step."""
     try:
         yield
     except BadStepError as error:
@@ -192,14 +192,14 @@ def named(what: str) -> Iterator[None]:
 
 
 class StepTrial:
-    """Makes the steps of a run, and undoes what a bad one has touched."""
+    """Makes the steps of a run, and undoes bad ones."""
 
     def __init__(self, run: Run, guard: Guard, heartbeat: Heartbeat) -> None:
         self._run, self._guard, self._heartbeat = run, guard, heartbeat
         self._draws = bool(run.model.config.dropout_keys)
 
     def make(
-        self, own: Sequence[Microbatch] | None, lr: float, step: int, asked_to_stop: Callable[[], bool]
+        self, microbatches: Sequence[Microbatch] | None, lr: float, step: int, asked_to_stop: Callable[[], bool]
     ) -> StepOutcome:
         """Computes and applies a step. Collective over the world.
 
@@ -207,7 +207,7 @@ class StepTrial:
         unchanged, bit for bit.
 
         Args:
-            own: Microbatches of this data-parallel rank; see `TrainingStep.forward_backward`.
+            microbatches: Microbatches of this data-parallel rank; see `TrainingStep.forward_backward`.
             asked_to_stop: Says whether this rank has received a stop signal; called when the step begins.
 
         Raises:
@@ -221,7 +221,7 @@ class StepTrial:
         try:
             with named(f"step {step}"):
                 self._heartbeat.enter(Phase.FORWARD_BACKWARD, step)
-                totals = self._run.training.forward_backward(own, stop_requested=asked_to_stop())
+                totals = self._run.training.forward_backward(microbatches, stop_requested=asked_to_stop())
                 self._heartbeat.enter(Phase.UPDATE, step)
                 loss = totals.loss
                 update = self._run.training.update(totals, lr, lambda grad_norm: self._guard.judge(loss, grad_norm))
@@ -246,14 +246,14 @@ class StepTrial:
         return kind(f"{fault} ({cause.text})" if cause.text else str(fault))
 
     def _before(self) -> tuple[dict[str, Tensor], LossScaler | None] | None:
-        """Returns copies of what a step changes before it is judged; None if the run ends at a bad step anyway."""
+        """Returns copies of the states that a step changes before it is judged; None if a bad step ends the run."""
         if not self._guard.may_go_on:
             return None
         states = rng.random_states(self._run.model.groups) if self._draws else {}
         return states, self._run.model.optimizer.state.loss_scaler()
 
     def _restore(self, before: tuple[dict[str, Tensor], LossScaler | None] | None) -> None:
-        assert before is not None, "only a guard that goes on skips"
+        assert before is not None, "a guard skips steps only if `may_go_on`"
         states, scaler = before
         if states:
             rng.set_random_states(states)
@@ -262,18 +262,18 @@ class StepTrial:
 
 
 def roll_back(
-    run: Run, folder: RunFolder, saver: Saver, exporter: Exporter, guard: Guard, wanted: RollBackError
+    run: Run, folder: RunFolder, saver: Saver, exporter: Exporter, guard: Guard, request: RollBackError
 ) -> Run:
-    """Loads the newest good checkpoint from before the bad step of `wanted`. Collective over the world.
+    """Loads the newest good checkpoint before the bad step of `request`. Collective over the world.
 
     Later checkpoints and exports are deleted: their steps will be made again, without the bad batch.
 
     Raises:
-        NumericError: There is no such checkpoint.
+        NumericError: No such checkpoint exists.
     """
     if run.model.groups.rank == 0:
-        _log.info(f"rolling back: {wanted}")
-    below = guard.first_left_out_for(wanted.step)
+        _log.info(f"rolling back: {request}")
+    below = guard.first_left_out_for(request.step)
     too_new = saver.doubtful(below)
 
     def remove() -> None:
@@ -282,15 +282,15 @@ def roll_back(
                 set_aside(folder.checkpoints, step)  # another process is reading it
 
     try:
-        found = load_newest(run.model, folder, run.loader, run.inputs, passed_over=too_new)
+        start = load_newest(run.model, folder, run.loader, run.inputs, passed_over=too_new)
     except DataError as error:
-        raise NumericError(f"{wanted}; there is no checkpoint to roll back to: {error}") from error
-    if found is None:
+        raise NumericError(f"{request}; there is no checkpoint to roll back to: {error}") from error
+    if start is None:
         raise NumericError(
-            f"{wanted}; there is no checkpoint of a step before {below} to roll back to: set checkpoint.interval_steps"
+            f"{request}; there is no checkpoint of a step before {below} to roll back to: set checkpoint.interval_steps"
         )
     on_first_rank(remove)
-    saver.rewind(found.step, found.changes)
-    exporter.rewind(found.step)
-    guard.rewind(found.history)
-    return replace(run, start_step=found.step, tokens=found.tokens, changes=found.changes, history=guard.history)
+    saver.rewind(start.step, start.changes)
+    exporter.rewind(start.step)
+    guard.rewind(start.history)
+    return replace(run, start_step=start.step, tokens=start.tokens, changes=start.changes, history=guard.history)

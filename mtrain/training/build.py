@@ -22,7 +22,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder
 from mtrain.runs.continuation import TEACHER
 from mtrain.runs.folder import RunFolder
-from mtrain.training.changed import of_validation
+from mtrain.training.changed import validation_inputs
 from mtrain.training.evaluate import ValidationSet
 from mtrain.training.references import References
 from mtrain.training.resume import opened, resume_or_initialize
@@ -54,7 +54,7 @@ class Run(BuiltStep):
     tokens: int = 0
     """Number of text tokens that these updates have read."""
     changes: tuple[ChangeInfo, ...] = ()
-    """Keys that the run has changed so far, with consent; those of `start_step` were changed by this start."""
+    """Keys that the run has changed so far, with consent; this start changed those of step `start_step`."""
     history: BadStepHistory = NO_BAD_STEPS
     """Bad steps before `start_step`."""
     inputs: Mapping[str, str] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def build_step(
 
     Args:
         groups: Newly opened process groups: dropout draws from the random states that they seeded.
-        weights_follow: Whether the caller loads or draws the weights; until then they are nan.
+        weights_follow: Whether the caller will load or draw the weights; until then they are nan.
     """
     model = build_rank_model(config, groups, weights_follow)
     teacher = teacher_of(config, groups)
@@ -93,8 +93,8 @@ def build_step(
 
 
 def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: TeacherOf = load_teacher) -> Run:
-    """Builds the model and the optimizer, and resumes from the newest checkpoint; groups as for `build_step`, and the
-    first rank holds the lock of the folder. Collective."""
+    """Builds the model and the optimizer, and resumes from the newest checkpoint; groups as for `build_step`. The first
+    rank holds the folder's lock. Collective over the world."""
     objective = objective_of(config)
     sources = agreed(groups, lambda: source_fingerprints(config.loss))
     if groups.rank == 0:
@@ -110,7 +110,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     # before the model is built: bad data end the run early
     of_rank, extras = (groups.dp_rank, groups.layout.dp), objective.extras
     loader = opened_loader(groups, lambda: StepLoader(config, *of_rank, extras=extras))
-    held_out = agreed(groups, lambda: of_validation({} if loader is None else loader.valid_fingerprints))
+    held_out = agreed(groups, lambda: validation_inputs({} if loader is None else loader.valid_fingerprints))
     validation = ValidationSet.open_all(loader)
     references = References(config, folder, groups, objective.preference, loader)
     references.score_apart()
@@ -133,31 +133,30 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
 
 
 def of_teacher(teacher: Teacher | None) -> dict[str, str]:
-    """Returns the fingerprint of a teacher by the key that names it. Collective over the world."""
+    """Returns the fingerprint of a teacher under the key that names it. Collective over the world."""
     return {} if teacher is None else {TEACHER: teacher_fingerprint(teacher)}
 
 
-def agreed(groups: Groups, found: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """Returns fingerprints by key as this rank finds them. Collective over the world."""
-    own = on_all_ranks(found)
-    first = on_first_rank(lambda: own)
+def agreed(groups: Groups, compute: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """Computes fingerprints by key on each rank; raises DataError if they differ. Collective over the world."""
+    fingerprints = on_all_ranks(compute)
+    first = on_first_rank(lambda: fingerprints)
 
     def check() -> None:
-        for key in sorted(own.keys() & first.keys()):
-            if own[key] != first[key]:
+        for key in sorted(fingerprints.keys() & first.keys()):
+            if fingerprints[key] != first[key]:
                 raise DataError(
-                    f"{key} on rank {groups.rank} differs from that on rank 0 (fingerprint {own[key]}, not "
+                    f"{key} differs between rank {groups.rank} and rank 0 (fingerprint {fingerprints[key]}, not "
                     f"{first[key]}); give every node the same files"
                 )
 
     on_all_ranks(check)
-    return own
+    return fingerprints
 
 
 def opened_loader(groups: Groups, opened: Callable[[], StepLoader]) -> StepLoader | None:
-    """Opens the data on rank 0 of each tensor-parallel group; returns None on the others, which receive rows from it.
-    Collective."""
-
+    """Opens the data on rank 0 of each tensor-parallel group; returns None on other ranks, which receive rows from it.
+    Collective over the world."""
     # one rank may tokenise for all, which can take longer than the timeout of a collective
     loader = on_all_ranks(lambda: with_the_slowest(lambda: opened() if groups.tp_rank == 0 else None))
     first = on_first_rank(lambda: None if loader is None else loader.fingerprint)
@@ -165,7 +164,7 @@ def opened_loader(groups: Groups, opened: Callable[[], StepLoader]) -> StepLoade
     def check_agreement() -> None:
         if loader is not None and loader.fingerprint != first:
             raise DataError(
-                f"rank {groups.rank} reads other training data than rank 0 (fingerprint {loader.fingerprint}, not "
+                f"rank {groups.rank} and rank 0 read different training data (fingerprint {loader.fingerprint}, not "
                 f"{first}); give every node the same files, and a data.cache_dir that they share"
             )
 

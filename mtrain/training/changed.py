@@ -1,5 +1,5 @@
-"""Checkpoint that a start resumes from, and changes that the user has consented to: of the configuration, the training
-data, and other inputs that checkpoints name; no torch."""
+"""Finds the checkpoint that a start resumes from, and the changes since then of the configuration, the training data
+and other inputs, which need the user's consent; no torch."""
 
 import hashlib
 import json
@@ -28,11 +28,11 @@ from mtrain.runs.continuation import REFERENCE, TEACHER, allowed_changes, contin
 from mtrain.runs.folder import RunFolder
 
 DATA = "data.train"
-"""Key of a change to training data with another fingerprint."""
+"""Key of a change of training data."""
 CURRICULUM = "data.curriculum"
-"""Key of a change to training data that differ in future steps alone."""
+"""Key of a change of training data that affects only future steps."""
 VALID = "data.valid"
-"""Section of validation sets, whose fingerprints lie under it by name."""
+"""Prefix of the keys of validation sets' fingerprints."""
 _NO_PART_OF_THE_MAIN_TERM = {
     "side_terms",
     "router",
@@ -45,7 +45,7 @@ _NO_PART_OF_THE_MAIN_TERM = {
 
 
 class KnownData(Protocol):
-    """Training data by their fingerprints."""
+    """Fingerprints of training data."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -54,7 +54,7 @@ class KnownData(Protocol):
 
 
 def going_on(folder: RunFolder, config: Config) -> Config:
-    """Returns the configuration with the values that an earlier start decided; unchanged if there is no checkpoint."""
+    """Returns the configuration with the values that an earlier start decided; unchanged without a checkpoint."""
     saved, steps = folder.saved_config(), published_steps(folder.checkpoints)
     # a run that failed before its first save may change its configuration
     if saved is None or not steps:
@@ -65,7 +65,7 @@ def going_on(folder: RunFolder, config: Config) -> Config:
 
 
 def resumable(checkpoint: CheckpointSection, folder: RunFolder, unusable: Mapping[int, str] | None = None) -> Newest:
-    """Returns the newest good checkpoint of the run, from which it resumes; `unusable` are known to be damaged."""
+    """Returns the newest good checkpoint of the run, from which it resumes; `unusable` maps damaged steps to faults."""
     newest = newest_good(folder.checkpoints, unusable)
     if newest.entry is not None and checkpoint.resume == "never":
         raise RunFolderError(
@@ -80,7 +80,7 @@ def changes_since(
 ) -> tuple[ChangeInfo, ...]:
     """Returns all changes of a run: those recorded in its checkpoint, and those of this start.
 
-    The comparison is with the checkpoint: a start that changed something and crashed before it saved does not count.
+    Only changes since the checkpoint count, not those of a start that crashed before it saved.
 
     Raises:
         RunFolderError: A key has another value without consent.
@@ -88,42 +88,42 @@ def changes_since(
     """
     saved = checkpoint_config(entry.path)
     knows_teacher = TEACHER in entry.manifest.inputs
-    found = [] if saved is None else allowed_changes(config, saved, run_folder, entry.step, knows_teacher)
-    fingerprint = change_of_data(entry, data, config.checkpoint, found)
-    others = changed_inputs(entry, inputs, config.checkpoint.allow_changed, [each.key for each in found])
-    new = [*found, *([] if fingerprint is None else [fingerprint]), *others]
+    changes = [] if saved is None else allowed_changes(config, saved, run_folder, entry.step, knows_teacher)
+    fingerprint = change_of_data(entry, data, config.checkpoint, changes)
+    input_changes = changed_inputs(entry, inputs, config.checkpoint.allow_changed, [change.key for change in changes])
+    new = [*changes, *([] if fingerprint is None else [fingerprint]), *input_changes]
     return (
         *entry.manifest.changes,
-        *(ChangeInfo(step=entry.step, key=each.key, old=each.old, new=each.new) for each in new),
+        *(ChangeInfo(step=entry.step, key=change.key, old=change.old, new=change.new) for change in new),
     )
 
 
 def change_of_data(
-    entry: CheckpointEntry, data: KnownData, checkpoint: CheckpointSection, found: Sequence[Change] = ()
+    entry: CheckpointEntry, data: KnownData, checkpoint: CheckpointSection, changes: Sequence[Change] = ()
 ) -> Change | None:
-    """Returns the change of training data with another fingerprint, which a key of `data` among `found` explains; None
-    if they are the same, even if they were moved."""
+    """Returns the change of training data whose fingerprint differs from the checkpoint's; None for the same data, even
+    if they were moved. A change of `data.*` among `changes` permits other data."""
     saved = entry.manifest.dataset
     known = (data.fingerprint, *data.earlier_fingerprints)
-    if saved is None or any(same_fingerprint(saved, each) for each in known):
+    if saved is None or any(same_fingerprint(saved, fingerprint) for fingerprint in known):
         return None
     past = known_until(saved, entry.step)
-    if any(same_fingerprint(past, known_until(each, entry.step)) for each in known):
+    if any(same_fingerprint(past, known_until(fingerprint, entry.step)) for fingerprint in known):
         return None  # data.packing may change without consent, and all samples so far were the same
     if has_phases(saved) or has_phases(data.fingerprint):
-        return _change_of_curriculum(entry, saved, known, checkpoint, found)
+        return _change_of_curriculum(entry, saved, known, checkpoint, changes)
     has_other_scores = saved.partition(REFERENCES)[0] == data.fingerprint.partition(REFERENCES)[0]
     if has_other_scores and is_permitted(REFERENCE, checkpoint.allow_changed):
         return Change(REFERENCE, f"fingerprint {saved}", f"fingerprint {data.fingerprint}", is_neutral=False)
-    is_explained = any(each.key.startswith("data.") for each in found)
+    is_explained = any(change.key.startswith("data.") for change in changes)
     if is_explained or is_permitted(DATA, checkpoint.allow_changed):
         return Change(DATA, f"fingerprint {saved}", f"fingerprint {data.fingerprint}", is_neutral=False)
     _refuse_other_windows(saved, data.fingerprint, entry)
     if has_other_scores:
         raise DataError(
             f"the scores of the reference model are not those that {entry.path} was trained with (fingerprint "
-            f"{data.fingerprint}, not {saved}), because they were removed and the weights that they came from have "
-            "changed; restore `references` of the run folder or these weights, or continue with the new scores by "
+            f"{data.fingerprint}, not {saved}): they were removed, and the reference's weights have changed since; "
+            "restore `references` in the run folder or these weights, or continue with the new scores by "
             f"checkpoint.allow_changed=[{DATA}]"
         )
     raise DataError(
@@ -144,41 +144,41 @@ def _refuse_other_windows(saved: str, now: str, entry: CheckpointEntry) -> None:
         f"{_later(before)}"
     )
     new = f"{after.window}, {after.num_rows} and {after.row_width}{_later(after)}"
-    wanted = f"data.packing.later=[{{from_step: {entry.step}, window: {after.window}}}]"
+    suggestion = f"data.packing.later=[{{from_step: {entry.step}, window: {after.window}}}]"
     is_window = before._replace(window=after.window) == after
     raise DataError(
         f"{entry.path} has packed rows from windows ({old}), but this start gives {new}: the window in progress would "
         "be repacked, so samples would be repeated or left out; restore the earlier values (rows are as wide as "
         "train.tokens_per_micro_batch, else data.seq_length), start a new run from these weights with another "
         f"run.dir and checkpoint.initialize_from={entry.path}, or accept that by checkpoint.allow_changed=[{DATA}]"
-        + (f"; or, for future windows only, keep data.packing.window and add {wanted}" if is_window else "")
+        + (f"; or, for future windows only, keep data.packing.window and add {suggestion}" if is_window else "")
     )
 
 
 def _later(windows: Windows) -> str:
-    found = ", ".join(f"{window} from {step} updates on" for step, window in windows.later)
+    sizes = ", ".join(f"{window} from {step} updates on" for step, window in windows.later)
     across = ", data.packing.across_epochs=true" if windows.across_epochs else ""
-    return (f", data.packing.later: {found}" if found else "") + across
+    return (f", data.packing.later: {sizes}" if sizes else "") + across
 
 
 def _change_of_curriculum(
-    entry: CheckpointEntry, saved: str, known: Sequence[str], checkpoint: CheckpointSection, found: Sequence[Change]
+    entry: CheckpointEntry, saved: str, known: Sequence[str], checkpoint: CheckpointSection, changes: Sequence[Change]
 ) -> Change:
     """Returns the change of blends that the checkpoint had not reached yet; refuses a change of earlier ones."""
     past = fingerprint_until(saved, entry.step)
-    if not any(same_fingerprint(past, fingerprint_until(each, entry.step)) for each in known):
+    if not any(same_fingerprint(past, fingerprint_until(fingerprint, entry.step)) for fingerprint in known):
         raise DataError(
-            f"data.train and data.curriculum give steps 1 to {entry.step}, which {entry.path} has completed, other "
-            f"data than they had (fingerprint {fingerprint_until(known[0], entry.step)}, not {past}): past training "
-            "cannot change; restore the data of these steps, write the data from here on as a blend of "
-            f"data.curriculum with from_step={entry.step} or more, or start a new run from these weights with another "
-            f"run.dir and checkpoint.initialize_from={entry.path}"
+            f"data.train and data.curriculum change the data of steps 1 to {entry.step}, which {entry.path} has "
+            f"completed (fingerprint {fingerprint_until(known[0], entry.step)}, not {past}): past training cannot "
+            "change; restore the data of these steps, give the data from here on as a blend of data.curriculum with "
+            f"from_step={entry.step} or more, or start a new run from these weights with another run.dir and "
+            f"checkpoint.initialize_from={entry.path}"
         )
-    is_explained = any(each.key.startswith("data.") for each in found)
+    is_explained = any(change.key.startswith("data.") for change in changes)
     if not is_explained and not is_permitted(CURRICULUM, checkpoint.allow_changed):
         raise DataError(
-            f"the data of data.curriculum that follow step {entry.step} are not those that {entry.path} was to "
-            f"continue with (fingerprint {known[0]}, not {saved}); restore them, or continue with the new ones by "
+            f"the data that data.curriculum gives after step {entry.step} are not those with which {entry.path} should "
+            f"continue (fingerprint {known[0]}, not {saved}); restore them, or continue with the new ones by "
             f"checkpoint.allow_changed=[{CURRICULUM}]"
         )
     return Change(CURRICULUM, f"fingerprint {saved}", f"fingerprint {known[0]}", is_neutral=False)
@@ -193,40 +193,41 @@ def checkpoint_config(path: Path) -> str | None:
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         except OSError as fault:
-            # not a plain file: a damaged checkpoint, which is rejected later in favour of another one
+            # not a plain file: the checkpoint is damaged, and will be rejected in favour of another one
             if fault.errno not in NOT_A_PLAIN_FILE:
                 raise
             return None
 
 
 def note_on_order(changes: Sequence[ChangeRecord], config: Config) -> str | None:
-    """Says which samples follow if a start changes the data; None if it does not."""
+    """Returns a note on which samples follow if a start changes the data; None if it does not."""
     of_data = [
         change for change in changes if change.key.startswith("data.") and not change.key.startswith(f"{VALID}.")
     ]
     if not of_data:
         return None
-    if any(each.key == CURRICULUM for each in of_data):
+    if any(change.key == CURRICULUM for change in of_data):
         return "the data of all steps so far are unchanged; the change applies to future steps"
     first = of_data[0].step * config.train.global_batch_size
     unit = "row" if config.steps_count_rows else "sample"
     return (
-        f"the data continue with {unit} {first} of their new order, as if they had been these from the start: samples "
-        "that the new order has before it are not read in that epoch"
+        f"the data continue with {unit} {first} of their new order, as if that had been the order from the start: "
+        "earlier samples of the new order are not read in that epoch"
     )
 
 
-def of_validation(sets: Mapping[str, str]) -> dict[str, str]:
-    """Returns fingerprints of validation sets, given by name, by the keys that name them."""
+def validation_inputs(sets: Mapping[str, str]) -> dict[str, str]:
+    """Returns fingerprints of validation sets, which `sets` gives by name, by their keys in checkpoints."""
     return {f"{VALID}.{name}": fingerprint for name, fingerprint in sets.items()}
 
 
 def valid_measure(loss: LossSection, data: AnyData, inputs: Mapping[str, str]) -> str | None:
-    """Identifies what validation losses measure: the first set, and the main term; None without a set."""
+    """Hashes everything that defines the validation loss, so that equal hashes mean comparable losses: the first set
+    and the main term. None without a set."""
     first = next((value for key, value in inputs.items() if key.startswith(f"{VALID}.")), None)
     if first is None:
         return None
-    # without defaults, so that a key that is added to the program changes none
+    # without defaults, so that a key that a later version adds leaves the hash unchanged
     term = loss.model_dump(mode="json", exclude_defaults=True, exclude=_NO_PART_OF_THE_MAIN_TERM)
     isolates = isinstance(data, IndexedSection) and data.isolate_documents
     decisive = [first, term, isolates, inputs.get("loss.function"), inputs.get(TEACHER)]
@@ -236,22 +237,25 @@ def valid_measure(loss: LossSection, data: AnyData, inputs: Mapping[str, str]) -
 def changed_inputs(
     entry: CheckpointEntry, inputs: Mapping[str, str], allow_changed: Sequence[str], renamed: Collection[str] = ()
 ) -> list[Change]:
-    """Returns the inputs that differ from those of a checkpoint; those that it does not name are not compared.
+    """Returns the inputs that differ from those of a checkpoint; inputs that it does not name are not compared.
 
-    Validation sets may change without consent: they decide no update.
+    Validation sets may change without consent, since they affect no update.
 
     Args:
         allow_changed: Keys that may change, as in `checkpoint.allow_changed`.
-        renamed: Keys that have another value with consent, and so name something else.
+        renamed: Keys whose value has changed with consent, so that their input is another one.
+
+    Raises:
+        DataError: An input differs without consent.
     """
     saved = {key: value for key, value in entry.manifest.inputs.items() if key not in renamed}
-    found = []
+    changes = []
     for key in sorted(key for key in saved.keys() & inputs.keys() if saved[key] != inputs[key]):
         is_neutral = key.startswith(f"{VALID}.")
         if not is_neutral and not is_permitted(key, allow_changed):
             raise _refused(key, saved[key], inputs[key], entry.path)
-        found.append(Change(key, f"fingerprint {saved[key]}", f"fingerprint {inputs[key]}", is_neutral))
-    return found
+        changes.append(Change(key, f"fingerprint {saved[key]}", f"fingerprint {inputs[key]}", is_neutral))
+    return changes
 
 
 def _refused(key: str, old: str, new: str, checkpoint: Path) -> DataError:

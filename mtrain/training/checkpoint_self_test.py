@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 def run_self_test(run: Run, checkpoints: Path) -> None:
-    """Saves everything, wipes it, loads it and compares every bit; run and folder are the same afterwards. Collective
-    over the world."""
+    """Saves the state, wipes it, loads it and compares every bit; leaves run and folder unchanged. Collective over the
+    world."""
     # the name marks it as unfinished: if the run dies here, the next start deletes it
     root, step = checkpoints / ".tmp-self-test", run.start_step
     on_first_rank(lambda: clean_leftovers(checkpoints))
@@ -59,7 +59,7 @@ def run_self_test(run: Run, checkpoints: Path) -> None:
 
 @torch.no_grad()
 def _wipe(run: Run) -> None:
-    """Overwrites weights and optimizer state, and advances the random generator, so that only a load restores them."""
+    """Overwrites weights and optimizer state, and advances the random generator; only a load can restore them."""
     for part in local_shards(run.model):
         part.data.zero_()
     torch.rand(1)
@@ -71,11 +71,14 @@ def _compare(before: Sequence[Shard], after: Sequence[Shard]) -> None:
         # as bytes: nan is not equal to itself
         saved, loaded = one.data.contiguous().flatten(), other.data.detach().cpu().contiguous().flatten()
         if not torch.equal(saved.view(torch.uint8), loaded.view(torch.uint8)):
-            raise DataError(f"the self-test did not give back {one.key} at {list(one.at.offset)} as it was saved")
+            raise DataError(
+                f"the self-test loaded other values of {one.key} at {list(one.at.offset)} than it saved; check the "
+                "disk and the memory of this machine"
+            )
 
 
 def _peak_memory_bytes(run: Run) -> Any:
-    """Returns the peak memory so far, (host, GPU), each of the rank with the most. One all-reduce."""
+    """Returns the peak memory so far in bytes, (host, GPU), of the rank with the most of each. One all-reduce."""
     device = run.model.groups.device
     on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     peaks = torch.tensor([1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, on_gpu], device=device)

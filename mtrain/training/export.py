@@ -1,7 +1,7 @@
-"""Exports during training: turns published checkpoints into folders that Hugging Face's libraries can load.
+"""Exports during training: converts published checkpoints to folders that Hugging Face's libraries can load.
 
 The first rank converts the files of a checkpoint in a thread, one tensor at a time, straight from the page cache: no
-rank holds the model, nothing is sent, and no other rank waits.
+rank holds the whole model, nothing is sent, and no other rank waits.
 
 An export is due while its checkpoint exists and its folder does not; nothing else records it. So a run that stops or
 dies leaves its exports to the next start.
@@ -35,7 +35,7 @@ _NUM_WORKERS = 1
 _POLL_S = 0.1
 _STEP = re.compile(r"step_(\d+)")
 _PATIENCE_S = 2.0
-"""Seconds that the end of a run waits for an export that was asked to stop, which may hang on a dead disk."""
+"""Seconds that the end of a run waits for an export to stop, which may hang on a dead disk."""
 
 
 class _StoppedError(Exception):
@@ -43,7 +43,7 @@ class _StoppedError(Exception):
 
 
 def due_steps(folder: RunFolder, every_steps: int) -> list[int]:
-    """Returns the steps whose checkpoints exist and are not exported, ascending; none if `every_steps` is 0."""
+    """Returns the steps whose checkpoints exist but are not exported yet, ascending; none if `every_steps` is 0."""
     steps = published_steps(folder.checkpoints) if every_steps > 0 else []
     return [step for step in steps if step % every_steps == 0 and not _target(folder, step).exists()]
 
@@ -64,28 +64,28 @@ class Exporter:
     """
 
     def __init__(self, folder: RunFolder, every_steps: int, check: Callable[[], None] = lambda: None) -> None:
-        """Begins with the exports that an earlier start of the run left to do.
+        """Queues the exports that an earlier start of the run has left.
 
         Args:
-            every_steps: Interval of the steps that are exported; 0: none.
-            check: Called before an export begins; raises if another run has taken the folder over.
+            every_steps: Interval of the exported steps; 0: none.
+            check: Called before an export begins; raises if another run has taken over the folder.
         """
         self._folder, self._every, self._check = folder, every_steps, check
         self._expected: list[int] = []
         self._protected: dict[int, contextlib.ExitStack] = {}
-        """Steps to export, whose checkpoints are protected from deletion until then."""
+        """Steps to export, with the locks that protect their checkpoints from deletion."""
         self._waiting: list[int] = []
         self._running: tuple[int, Future[None]] | None = None
         self._fault: MtrainError | None = None
         self._is_stopped = threading.Event()
         self._forgotten: set[int] = set()
-        for step in due_steps(folder, every_steps):  # before a save of this start can delete them
+        for step in due_steps(folder, every_steps):  # before a save of this start can delete their checkpoints
             self._note(step)
 
     def expect(self, step: int) -> None:
         """Notes a checkpoint that is about to be published; must be called for each."""
         if self._every > 0 and step % self._every == 0 and not _target(self._folder, step).exists():
-            # the folder appears some steps later: `poll` looks for it
+            # the folder appears some steps later; `poll` looks for it
             self._expected.append(step)
 
     def poll(self) -> None:
@@ -103,18 +103,18 @@ class Exporter:
             self._running = step, started(functools.partial(self._run, step), f"export-{step}")
 
     def rewind(self, step: int) -> None:
-        """Deletes the exports of steps after the checkpoint that the run goes back to."""
+        """Deletes the exports of steps after `step`, to which the run rolls back."""
         if self._every == 0:
             return
-        self._expected = [each for each in self._expected if each <= step]
+        self._expected = [number for number in self._expected if number <= step]
         if self._running is not None and self._running[0] > step:
             self._forgotten.add(self._running[0])
             concurrent.futures.wait([self._running[1]])
             self._end(*self._running)
             self._forgotten.clear()
-        for each in [each for each in self._waiting if each > step]:
-            self._waiting.remove(each)
-            self._protected.pop(each).close()
+        for number in [number for number in self._waiting if number > step]:
+            self._waiting.remove(number)
+            self._protected.pop(number).close()
         with disk_faults(f"clean {self._folder.exports}"):
             # also unfinished ones, which the next export of the step would continue
             for path in [*self._folder.exports.glob("step_*"), *staging_folders(self._folder.exports)]:
@@ -126,10 +126,10 @@ class Exporter:
         self._is_stopped.set()
 
     def finish(self, is_stopped: Callable[[], bool] = lambda: False) -> list[int]:
-        """Waits until all published checkpoints that are due are exported, or `is_stopped` says to `stop`.
+        """Waits until all exports that are due are finished, or until `is_stopped` returns true.
 
         Returns:
-            Steps that are left to the next start; none unless the run was stopped.
+            Steps that are left to the next start; empty unless the run was stopped.
 
         Raises:
             MtrainError: The last export failed.
@@ -153,22 +153,22 @@ class Exporter:
         self.stop()
         if self._running is not None and concurrent.futures.wait([self._running[1]], _PATIENCE_S).done:
             self._end(*self._running)
-        for held in self._protected.values():
-            held.close()
+        for protection in self._protected.values():
+            protection.close()
         self._protected.clear()
-        with contextlib.suppress(MtrainError):  # the next start reports what is wrong with the disk
+        with contextlib.suppress(MtrainError):  # the next start reports the fault of the disk
             if due := due_steps(self._folder, self._every):
                 _log.info(f"exports left to the next start: {', '.join(map(step_name, due))}")
 
     def _note(self, step: int) -> None:
-        held = contextlib.ExitStack()
+        protection = contextlib.ExitStack()
         try:
-            # a lock on the checkpoint, so that retention leaves it alone until it is exported
-            held.enter_context(reading(load_entry(self._checkpoint(step))))
+            # locks the checkpoint, so that retention keeps it until it is exported
+            protection.enter_context(reading(load_entry(self._checkpoint(step))))
         except MtrainError as fault:
             self._fail(step, fault)
         else:
-            self._protected[step] = held
+            self._protected[step] = protection
             self._waiting.append(step)
 
     def _run(self, step: int) -> None:
@@ -192,7 +192,7 @@ class Exporter:
         if fault is None:
             _log.info(f"exported {target}")
             return
-        with contextlib.suppress(OSError):  # the next start deletes the rest
+        with contextlib.suppress(OSError):  # otherwise the next start deletes it
             remove(staging_folder(target))
         self._fail(step, fault if isinstance(fault, MtrainError) else MachineError(repr(fault)))
 
@@ -209,7 +209,7 @@ def _target(folder: RunFolder, step: int) -> Path:
 
 
 def export_whole(checkpoint: Path, out: Path) -> None:
-    """Converts the checkpoint in one thread, one tensor at a time; each is read back and compared."""
+    """Converts a whole model in one thread, one tensor at a time; each is read back and compared."""
     export_hf(checkpoint, out, like=None, dtype=None, num_workers=1)
 
 
@@ -222,7 +222,7 @@ def exported_through_checkpoint(
     def begin() -> None:
         if out.exists():
             raise ConfigError(f"{out} exists and is not overwritten; name another folder or move it away")
-        end()  # what a dead export has left
+        end()  # deletes what a dead export has left
 
     def end() -> None:
         with disk_faults(f"delete {scratch}"):

@@ -1,4 +1,4 @@
-"""Records of a run while it trains: events, slow ranks, records of its steps, their sinks, and profiles."""
+"""Records a run while it trains: events, slow ranks, steps and their sinks, and profiles."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_ROWS = 50
 _MAX_MEMORY_EVENTS = 100_000
-_RANKS_THAT_TELL_OF_LOST_ONES = 2
-"""Number of ranks that report a lost rank; the second one reports if the first has died."""
+_NUM_REPORTERS_OF_LOST_RANKS = 2
+"""Number of ranks that report a lost rank: the second one does in case the first has died."""
 
 
 class Life:
@@ -57,7 +57,7 @@ class Life:
         self._folder, self._rank = folder, rank
         self._log = EventLog(folder.events, rank)
         self._step = self._num_steps = 0
-        self._way_on = "the same command resumes"
+        self._how_to_resume = "the same command resumes"
         self._stop: str | None = None
         self._check: Callable[[], None] = lambda: None
 
@@ -68,7 +68,7 @@ class Life:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            if self._tells(error):
+            if self._reports(error):
                 text = f"{type(error).__name__}: {error}"
                 self._log.write(EventKind.FAILURE, self._step, text, {"exit_code": getattr(error, "exit_code", 1)})
         elif self._stop is not None:
@@ -77,18 +77,18 @@ class Life:
             self._log.write(EventKind.FINISH, self._step)
 
     def started(self, config: Config, environment: Mapping[str, str], check: Callable[[], None]) -> None:
-        """Records that the start has claimed the run folder, as long as `check` does not raise. On rank 0."""
+        """Records that this start has claimed the run folder; `check` raises once another one has. On rank 0."""
         self._check, self._num_steps = check, config.train.num_steps
         if config.checkpoint.resume == "never":
-            self._way_on = "checkpoint.resume=auto resumes"
+            self._how_to_resume = "checkpoint.resume=auto resumes"
         known: dict[str, Fact] = {"num_steps": config.train.num_steps, "name": config.run.name}
         known |= {key: environment[key] for key in ("mtrain", "device", "layout")}
         known |= {"world_size": int(environment["world_size"]), "job": os.environ.get("SLURM_JOB_ID")}
         self._log.write(EventKind.START, 0, facts=known)
 
     def resumed(self, step: int, reached: int) -> None:
-        """Records that training continues; of `reached` steps that earlier starts made those after `step` are
-        repeated."""
+        """Records that training continues after `step`; earlier starts had reached step `reached`, so the steps between
+        are repeated."""
         self._step = step
         if self._rank == 0:
             self._log.write(EventKind.RESUME, step, facts={"reached": max(reached, step)})
@@ -112,51 +112,51 @@ class Life:
             self._log.write(EventKind.ROLLBACK, step, text, {"from_step": from_step})
 
     def stopped(self, reason: str) -> None:
-        """Notes that the run ends early and has to be started again, and tells the user how. On rank 0."""
+        """Records that the run ends early and must be started again, and tells the user how. On rank 0."""
         self._check()
         self._folder.set_requeue(reason)
         self._stop = reason
         saved = max(published_steps(self._folder.checkpoints), default=0)
         step = max(self._step, saved)  # before the model is built only the checkpoints are known
-        start = "" if saved == step else f" from step {saved}"  # the last save has failed
-        _log.info(f"stopped at step {step} of {self._num_steps}; {self._way_on}{start}")
+        start = "" if saved == step else f" from step {saved}"  # the last save failed
+        _log.info(f"stopped at step {step} of {self._num_steps}; {self._how_to_resume}{start}")
 
-    def _tells(self, error: BaseException) -> bool:
-        """Says whether this rank records an error: an error of all ranks is recorded once."""
+    def _reports(self, error: BaseException) -> bool:
+        """Says whether this rank records the error; an error of all ranks is recorded once."""
         if isinstance(error, RunFolderError):  # the folder belongs to another start
             return False
         if isinstance(error, RankLostError):
-            return self._rank < _RANKS_THAT_TELL_OF_LOST_ONES
+            return self._rank < _NUM_REPORTERS_OF_LOST_RANKS
         return self._rank == 0 or not (isinstance(error, MtrainError) and error.on_every_rank)
 
 
 def slow_ranks(beats: Collection[Beat], percent: float) -> dict[int, float]:
-    """Returns the slow ranks, `percent` above the median of their stage: rank -> its time divided by the median."""
-    found: dict[int, float] = {}
+    """Finds the ranks more than `percent` slower than the median of their stage: rank -> its time / the median."""
+    slow: dict[int, float] = {}
     for stage in {beat.stage for beat in beats}:
         times = {beat.rank: beat.pace_s for beat in beats if beat.stage == stage}
         usual = statistics.median_low(times.values())  # of two ranks the faster one is the reference
         if usual > 0:
-            found |= {rank: own / usual for rank, own in times.items() if own > usual * (1 + percent / 100)}
-    return found
+            slow |= {rank: seconds / usual for rank, seconds in times.items() if seconds > usual * (1 + percent / 100)}
+    return slow
 
 
 class PaceJudge:
-    """Judge over several windows: a rank is slow if it was slow in enough consecutive ones."""
+    """Judges ranks over several windows: a rank is slow if it was slow in enough consecutive ones."""
 
     def __init__(self, percent: float, num_windows: int) -> None:
         self._percent, self._num_windows = percent, num_windows
         self._in_a_row: dict[int, int] = {}
 
     def add(self, beats: Collection[Beat]) -> dict[int, float]:
-        """Returns the ranks that are slow by now, with the last window's ratio to the median."""
+        """Adds a window; returns the ranks that count as slow, with this window's ratio to the median."""
         slow = slow_ranks(beats, self._percent)
         self._in_a_row = {rank: self._in_a_row.get(rank, 0) + 1 for rank in slow}
         return {rank: ratio for rank, ratio in slow.items() if self._in_a_row[rank] >= self._num_windows}
 
 
 class SlowRanks:
-    """Detector of slow ranks, on one rank; without collectives."""
+    """Detects slow ranks on the first rank, from heartbeats; no collectives."""
 
     def __init__(self, watch: WatchSection, groups: Groups, heartbeat: Heartbeat, life: Life) -> None:
         self._watch, self._groups, self._heartbeat, self._life = watch, groups, heartbeat, life
@@ -167,7 +167,7 @@ class SlowRanks:
         self._reported: set[int] = set()
 
     def noted(self, record: StepRecord, waited_s: float) -> StepRecord:
-        """Counts a step of this rank, which waited `waited_s` for others, and names a slow rank in its record, if
+        """Counts a step of this rank, which waited `waited_s` for others; returns its record with a slow rank, if
         any."""
         record = replace(record, waited_seconds=waited_s)
         if not self._watch.slow_rank_percent:
@@ -200,7 +200,7 @@ class SlowRanks:
             steps = self._watch.slow_rank_windows * self._watch.window_steps
             text = (
                 f"rank {rank} is slow: its own work took {slow[rank]:.2f} times the median of its pipeline stage in "
-                f"the last {steps} steps, and all ranks wait for it"
+                f"the last {steps} steps, and all other ranks wait for it"
             )
             _log.info(f"warning: {text}")
             self._life.alarmed(window, text, {"slow_rank": rank, "ratio": round(slow[rank], 3)})
@@ -208,10 +208,10 @@ class SlowRanks:
 
 
 class LedgerSink:
-    """Writes the entry of every step whose record it is given."""
+    """Writes the ledger entry of each recorded step."""
 
     def __init__(self, folder: Path, dp_rank: int, next_entry: Callable[[int], StepEntry], start: StartEntry) -> None:
-        """Opens the file of this rank. `next_entry` returns the entry of the batches of a step, counted from 1."""
+        """Opens the file of this rank. `next_entry` returns the entry of a step, counted from 1."""
         with disk_faults(f"make {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
         self._next_entry = next_entry
@@ -224,12 +224,13 @@ class LedgerSink:
             self._file.append(record.step, to_line(entry))
 
     def close(self) -> None:
-        """Closes the file; raises MachineError if the disk has refused entries to the end."""
+        """Closes the file; raises MachineError if the disk refused entries until the end."""
         self._file.close()
 
 
 def open_sinks(run: Run, folder: RunFolder, lock: RunLock, life: Life) -> Sinks:
-    """Opens the sinks of this rank, and removes what an earlier start wrote after the start step. Collective."""
+    """Opens the sinks of this rank, and removes what an earlier start wrote after the start step. Collective over the
+    world."""
     config, start = run.model.config, run.start_step
     metrics, num_steps = config.metrics, config.train.num_steps
     on_first_rank(lambda: refuse_missing(metrics.trackers))
@@ -241,13 +242,13 @@ def open_sinks(run: Run, folder: RunFolder, lock: RunLock, life: Life) -> Sinks:
     console = ConsoleSink(num_steps, start, interval_steps=metrics.console_interval_steps)
     environment = folder.saved_environment() or {}
     tracked = tracked_run(folder.path, metrics.project, config.run, flat_keys(config), environment)
-    others: list[Sink] = [TensorBoardSink(folder.tensorboard, start, _texts(tracked))] if metrics.tensorboard else []
+    extras: list[Sink] = [TensorBoardSink(folder.tensorboard, start, _texts(tracked))] if metrics.tensorboard else []
     if start < num_steps:
-        others += [tracker_sink(name, tracked) for name in dict.fromkeys(metrics.trackers)]
+        extras += [tracker_sink(name, tracked) for name in dict.fromkeys(metrics.trackers)]
     metrics_file = JsonlSink(folder.metrics, start)
-    sinks = Sinks(metrics_file, console, *others, *ledger, check=lock.check_now_and_then)
+    sinks = Sinks(metrics_file, console, *extras, *ledger, check=lock.check_now_and_then)
     if start < num_steps:
-        new = [ChangeRecord(**each.model_dump()) for each in run.changes if each.step == start]
+        new = [ChangeRecord(**info.model_dump()) for info in run.changes if info.step == start]
         for change in new:
             sinks.write(change)
         if (note := note_on_order(new, config)) is not None:
@@ -266,7 +267,7 @@ def _ledger(run: Run, folder: RunFolder) -> list[LedgerSink]:
     start, loader = run.start_step, run.loader
     if not run.model.config.metrics.data_ledger or start >= run.model.config.train.num_steps:
         return []
-    # also files of ranks that no longer exist; all of them before one is opened
+    # also the files of ranks that no longer exist; all of them before any is opened
     on_first_rank(lambda: rewind_ledger(folder.ledger, start))
     if loader is None or not run.model.groups.counts_planned:
         return []
@@ -274,7 +275,7 @@ def _ledger(run: Run, folder: RunFolder) -> list[LedgerSink]:
 
 
 def record_of(run: Run, done: int, made: StepOutcome, lr: float, seconds: float) -> StepRecord:
-    """Returns the record of a step, applied or not; `done` counts it."""
+    """Returns the record of step `done`, applied or not."""
     config, totals, update = run.model.config, made.totals, made.update
     record = StepRecord(
         step=done,
@@ -292,8 +293,9 @@ def record_of(run: Run, done: int, made: StepOutcome, lr: float, seconds: float)
     )
     if totals is None:
         return record
-    grad_norm, skipped = 0.0 if update is None else update.grad_norm, made.refused
-    if skipped is not None:  # the norm that was judged
+    grad_norm = 0.0 if update is None else update.grad_norm
+    skipped = made.refused
+    if skipped is not None:  # the norm of the refused gradient
         grad_norm = math.nan if totals.grad_norm is None else totals.grad_norm
     elif update is not None and update.overflowed:
         skipped = "fp16 overflow"
@@ -317,7 +319,7 @@ def record_of(run: Run, done: int, made: StepOutcome, lr: float, seconds: float)
         flops=flops,
         terms=term_records(totals.terms),
         diagnostics=totals.diagnostics,
-        sources=term_records({name: each for name, each in sources if each.denominator}),
+        sources=term_records({name: source_totals for name, source_totals in sources if source_totals.denominator}),
         empty=totals.is_empty,
         skipped=skipped,
         loss_scale=run.model.optimizer.loss_scale() if config.train.precision == "fp16" else None,
@@ -331,7 +333,7 @@ def _memory_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         try:
             return int(psutil.Process().memory_info().rss)
-        except OSError:  # no file descriptor is left: a mere statistic must not end a run
+        except OSError:  # no file descriptor is free: a mere statistic must not end a run
             return None
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -339,7 +341,7 @@ def _memory_bytes(device: torch.device) -> int | None:
 
 
 class StepProfiler:
-    """Profile of one rank during a few steps (`metrics.profile_steps`), operation by operation."""
+    """Profiles one rank during a few steps (`metrics.profile_steps`), operation by operation."""
 
     def __init__(self, metrics: MetricsSection, folder: Path, rank: int, device: torch.device) -> None:
         steps = metrics.profile_steps if rank in metrics.profile_ranks else ()
@@ -364,28 +366,28 @@ class StepProfiler:
             self._finish()
 
     def close(self) -> None:
-        """Writes the profile of steps that a stop has cut off."""
+        """Writes the profile if the run stopped before the last chosen step."""
         if self._running is not None:
             self._finish()
 
     def _finish(self) -> None:
         assert self._running is not None
-        found, self._running = self._running, None
-        found.stop()
+        profiler, self._running = self._running, None
+        profiler.stop()
         try:
-            self._write(found)
+            self._write(profiler)
         except (OSError, RuntimeError) as fault:  # a full disk costs the profile alone
             _log.warning(f"warning: could not write the profile to {self._folder}: {fault}")
         finally:
             if self._is_cuda:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _write(self, found: profile) -> None:
+    def _write(self, profiler: profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         name = self._folder / f"rank_{self._rank:05d}.steps_{self._first}_to_{self._last}"
-        found.export_chrome_trace(f"{name}.trace.json.gz")
+        profiler.export_chrome_trace(f"{name}.trace.json.gz")
         order = "self_cuda_time_total" if self._is_cuda else "self_cpu_time_total"
-        table = found.key_averages().table(sort_by=order, row_limit=_MAX_ROWS, max_name_column_width=100)
+        table = profiler.key_averages().table(sort_by=order, row_limit=_MAX_ROWS, max_name_column_width=100)
         write_atomically(Path(f"{name}.kernels.txt"), table + "\n")
         if self._is_cuda:
             memory: Any = torch.cuda.memory  # without types there

@@ -1,13 +1,13 @@
-"""Reference model of a preference loss, and its scores: computed once, before the first step, and kept in the run
+"""Reference model of a preference loss, and its scores: computed once, before the first step, and stored in the run
 folder.
 
-The reference is the model that the run starts from, or that of loss.reference. This may name an adapter: a PEFT folder,
-used with the frozen model of the run, or a run of adapters, used with its own frozen model, identified by the
+The reference is the model that the run starts from, or the one that loss.reference names. It may be an adapter: a PEFT
+folder, used with the frozen model of the run, or a run of adapters, used with its own frozen model, identified by the
 fingerprint in its checkpoints.
 
-A start that resumes reads the scores, and trains on them bit for bit as before, whatever has become of the reference's
-weights. Scores of a named reference are also stored next to the token cache, under a hash of all that determines them,
-for other runs.
+A start that resumes reads the scores, and trains on them bit for bit as before, even if the reference's weights are
+gone. Scores of a named reference are also stored next to the token cache, under a hash of everything that determines
+them, for other runs.
 """
 
 from __future__ import annotations
@@ -67,15 +67,14 @@ from mtrain.training.resume import initialize, load_base, opened
 _log = logging.getLogger(__name__)
 
 _FORMAT = 1
-"""Version of the scores, raised when a change of this module gives other scores for the same sequences."""
+"""Version of the scores; incremented when this module computes other scores for the same sequences."""
 
 
 class Reference(NamedTuple):
-    """Reference model, and where its weights come from."""
+    """Reference model, and the source of its weights."""
 
     config: Config
-    """Configuration from which `initialize` makes the model, except for the adapters of `saved`; `adapter` is None
-    without them."""
+    """Configuration from which `initialize` loads the model; `adapter` is None unless the reference has adapters."""
     named: str | None = None
     """Value of loss.reference, if set."""
     saved: Path | None = None
@@ -96,41 +95,41 @@ class Reference(NamedTuple):
     def fits(self, config: Config) -> bool:
         """Says whether the run's model can hold the reference before the run's own weights are loaded.
 
-        It can if the reference is where the run starts, has no adapters, or has the same adapters as a run that loads
-        its own from `adapter.path` afterwards.
+        It can if the reference is the model that the run starts from, or has no adapters, or has adapters of the run's
+        shape and the run loads its own from `adapter.path` afterwards.
         """
-        own, wanted = config.adapter, self.config.adapter
-        if wanted is None or self.config is config:
+        run_adapter, adapter = config.adapter, self.config.adapter
+        if adapter is None or self.config is config:
             return True
         # a run without a path continues with drawn adapters, which could not be restored
-        if own is None or own.path is None or self.config.train.precision != config.train.precision:
+        if run_adapter is None or run_adapter.path is None or self.config.train.precision != config.train.precision:
             return False
-        return _facts(own) == _facts(wanted)
+        return _facts(run_adapter) == _facts(adapter)
 
     @contextmanager
     def loaded(self, model: RankModel) -> Iterator[tuple[str, RankModel]]:
         """Loads the reference into a model that can hold it, for the `with` block. Collective over the world.
 
         Yields:
-            Hash of all that determines the scores (weights, architecture, precision), and the model with the
+            Hash of everything that determines the scores (weights, architecture, precision), and the model with the
                 configuration of the reference.
         """
         config, has_adapters = self.config, self.config.adapter is not None
-        held = replace(model, config=config)
+        scoring = replace(model, config=config)
         try:
-            self._load(held)
+            self._load(scoring)
         except DataError as error:
             if self.named is not None:
                 error.args = (f"loss.reference={self.named}: {error}", *error.args[1:])
             raise
-        weights = model_fingerprint(held.chunks, held.groups, config.model.vocab_size, has_adapters)
+        weights = model_fingerprint(scoring.chunks, scoring.groups, config.model.vocab_size, has_adapters)
         # without keys that earlier versions lacked: a model with a head has no reference, and weights show added rows
         described = config.model.model_dump_json(exclude={"hf", "backend", "num_labels", *ADDED_TOKENS})
         facts = None if config.adapter is None else _facts(config.adapter)
         decisive = json.dumps([weights, described, config.train.precision, facts])
         identity = hashlib.sha256(decisive.encode()).hexdigest()[:16]
-        with nullcontext() if has_adapters else adapters_off(held.chunks):
-            yield identity, held
+        with nullcontext() if has_adapters else adapters_off(scoring.chunks):
+            yield identity, scoring
 
     def _load(self, model: RankModel) -> None:
         if self.saved is None:
@@ -143,54 +142,59 @@ class Reference(NamedTuple):
 def _facts(adapter: AdapterSection) -> list[Any]:
     """Returns all settings that determine what an adapter computes, apart from its weights."""
     parts = sorted(adapter.parts)
-    found: list[Any] = [adapter.kind, adapter.rank, adapter.scale, parts, adapter.base_dtype]
+    facts: list[Any] = [adapter.kind, adapter.rank, adapter.scale, parts, adapter.base_dtype]
     # hashes of adapters without patterns stay those of earlier versions
     patterns = [[adapter.rank_of(part), adapter.scale_of(part)] for part in parts]
-    found += [patterns] if adapter.rank_pattern or adapter.alpha_pattern else []
-    return [*found, {"whole": sorted(adapter.modules_to_save)}] if adapter.modules_to_save else found
+    facts += [patterns] if adapter.rank_pattern or adapter.alpha_pattern else []
+    return [*facts, {"whole": sorted(adapter.modules_to_save)}] if adapter.modules_to_save else facts
 
 
 def named_reference(config: Config, named: str) -> Reference:
-    """Finds the reference that `named`, a value of loss.reference, names; raises as `Reference.of`, no collective."""
+    """Finds the reference for `named`, a value of loss.reference; raises as `Reference.of`, no collective."""
     folder = Path(named)
     try:
         if (folder / CONFIG_NAME).is_file():
-            return Reference(_of_model(config, hf=named), named)
+            return Reference(_config_of_model(config, hf=named), named)
         if (folder / peft.CONFIG_NAME).is_file():
-            # on the frozen model of the run, held as the run holds it
+            # on the frozen model of the run, in the run's dtype
             base_dtype = None if config.adapter is None else config.adapter.base_dtype
-            found = adapter_of(folder, family_of_run(config), config.model)
-            adapter = found.model_copy(update={"path": str(folder), "base_dtype": base_dtype})
-            return Reference(_with(config, config, adapter), named)
+            peft_adapter = adapter_of(folder, family_of_run(config), config.model)
+            adapter = peft_adapter.model_copy(update={"path": str(folder), "base_dtype": base_dtype})
+            return Reference(_config_with_adapter(config, config, adapter), named)
         entry = None if megatron_folder(folder) is not None else checkpoint_at(folder).entry
         is_adapter = entry is not None and entry.manifest.base is not None
         saved = load_config([entry.path / RUN_CONFIG_NAME], []) if entry is not None and is_adapter else None
     except DataError as error:
         raise DataError(f"loss.reference={named}: {error}") from error
     if saved is None or saved.adapter is None:
-        return Reference(_of_model(config, initialize_from=named), named)
-    # on the frozen model of its own run, or on this run's if that model is gone: the fingerprint in the checkpoint
-    # verifies that they are the same
-    places = (saved.model.hf, saved.checkpoint.initialize_from)
-    start = saved if all(place is None or Path(place).exists() for place in places) else config
-    return Reference(_with(config, start, saved.adapter.model_copy(update={"path": None}), saved), named, folder)
+        return Reference(_config_of_model(config, initialize_from=named), named)
+    # on the frozen model of its own run, or on this run's if that one is gone: the fingerprint in the checkpoint
+    # verifies that it is the same model
+    origins = (saved.model.hf, saved.checkpoint.initialize_from)
+    start = saved if all(origin is None or Path(origin).exists() for origin in origins) else config
+    return Reference(
+        _config_with_adapter(config, start, saved.adapter.model_copy(update={"path": None}), saved), named, folder
+    )
 
 
-def _of_model(config: Config, hf: str | None = None, initialize_from: str | None = None) -> Config:
+def _config_of_model(config: Config, hf: str | None = None, initialize_from: str | None = None) -> Config:
     model = config.model.model_copy(update={"hf": hf})
     start = config.checkpoint.model_copy(update={"initialize_from": initialize_from})
     return config.model_copy(update={"model": model, "checkpoint": start, "adapter": None})
 
 
-def _with(config: Config, start: Config, adapter: AdapterSection, precision: Config | None = None) -> Config:
-    """Returns the run's configuration with a reference's adapter; refuses it if a rule of the configuration forbids it.
+def _config_with_adapter(
+    config: Config, start: Config, adapter: AdapterSection, precision: Config | None = None
+) -> Config:
+    """Returns the run's configuration with a reference's adapter; refuses an adapter that the configuration's rules
+    forbid.
 
     Args:
-        start: Configuration that says where the frozen model comes from.
-        precision: Configuration with the precision of the frozen model; None: that of the run.
+        start: Configuration that names the frozen model.
+        precision: Configuration with the precision of the frozen model; None: `config`.
     """
     content = config.model_dump()
-    # it is never trained, and some optimizers do not support adapters
+    # the reference is never trained, and some optimizers do not support adapters
     content["optimizer"] = {"lr": config.optimizer.lr}
     content["adapter"] = adapter.model_dump() | {"dropout": 0.0}
     content["loss"]["reference"] = None
@@ -203,31 +207,31 @@ def _with(config: Config, start: Config, adapter: AdapterSection, precision: Con
         reasons = "; ".join(line for detail in error.errors(include_url=False) for line in readable(detail))
         raise ConfigError(
             f"loss.reference={config.loss.reference} is an adapter that does not fit this run's model: {reasons}; "
-            "name a whole model, such as mtrain convert export makes of it"
+            "name a whole model, such as the merged one that mtrain convert export writes"
         ) from None
 
 
 class _Source(NamedTuple):
-    """Facts about a source that the first rank sends to ranks that read no data."""
+    """Facts about a source, which the first rank sends to all ranks."""
 
     fingerprint: str
     num_sequences: int
     num_passes: int
 
 
-class _Kept(NamedTuple):
+class _ExistingScores(NamedTuple):
     """Scores that the first rank finds in the run folder."""
 
-    goes_on: bool
-    """Whether there is a checkpoint, so that existing scores are those that the run began with."""
+    has_checkpoint: bool
+    """Whether the run has a checkpoint, so that existing scores are those it began with."""
     paths: tuple[Path | None, ...]
-    """Path of each source's scores; None if they have to be computed."""
+    """Path of each source's scores; None if they must be computed."""
     scored_by: str | None = None
-    """Value of loss.reference when they were computed, if it differs now."""
+    """Value of loss.reference when they were computed; None if it is still the same."""
 
 
 class References:
-    """Reference scores that a run needs before its first step."""
+    """Reads or computes the reference scores that a run needs before its first step."""
 
     def __init__(
         self, config: Config, folder: RunFolder, groups: Groups, loss: PreferenceLoss | None, loader: StepLoader | None
@@ -240,25 +244,26 @@ class References:
         self._reference: Reference | None = None
         if self._is_needed:
             self._sources = on_first_rank(lambda: _sources(loader))
-            self._kept = on_first_rank(self._find_kept)
+            existing = self._existing = on_first_rank(self._find_existing)
             # without a checkpoint, existing scores may be those of other weights
-            if not self._kept.goes_on or None in self._kept.paths or self._kept.scored_by is not None:
+            if not existing.has_checkpoint or None in existing.paths or existing.scored_by is not None:
                 self._reference = Reference.of(config)
 
     def score_apart(self) -> None:
-        """Computes missing scores with a separate model if the run's model cannot hold the reference; before the run's
-        model takes its memory. Collective, raises as `use`."""
+        """Computes missing scores with a separate model if the run's model cannot hold the reference; called before the
+        run's model is built. Collective over the world, raises as `use`."""
         reference = self._reference
         if reference is not None and not reference.fits(self._config):
             self._score_with(reference, build_rank_model(reference.config, self._groups, weights_follow=True))
             self._reference = None
-            # hooks and buffers of gradients are a reference cycle; the run's model needs their memory now
+            # hooks and gradient buffers form a reference cycle, and the run's model needs their memory now
             gc.collect()
             if self._groups.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def use(self, model: RankModel) -> None:
-        """Gives every sequence of the data its score, computing missing ones with the model. Collective over the world.
+        """Attaches a score to every sequence of the data; computes missing ones with the model. Collective over the
+        world.
 
         Raises:
             DataError: Kept scores are damaged, or the weights of the reference cannot be loaded.
@@ -268,13 +273,13 @@ class References:
             return
         if self._reference is not None:
             self._score_with(self._reference, model)
-        paths = [path for path in self._kept.paths if path is not None]
+        paths = [path for path in self._existing.paths if path is not None]
         on_all_ranks(lambda: _read(self._loader, self._sources, paths))
 
     def _score_with(self, reference: Reference, model: RankModel) -> None:
         with reference.loaded(model) as (identity, scoring):
-            self._kept = on_first_rank(lambda: self._of_identity(identity))
-            paths = list(self._kept.paths)
+            self._existing = on_first_rank(lambda: self._scores_of(identity))
+            paths = list(self._existing.paths)
             for number, source in enumerate(self._sources):
                 if paths[number] is not None:
                     continue
@@ -282,32 +287,32 @@ class References:
                 is_named = self._config.loss.reference is not None
                 shared = self._shared_path(source, identity) if is_named else None
                 if shared is None or not on_first_rank(partial(_copied, shared, path)):
-                    self._score(scoring, source, [each for each in (path, shared) if each is not None])
-            on_first_rank(lambda: _remove_others(self._folder, paths))
-            self._kept = self._kept._replace(paths=tuple(paths))
+                    self._score(scoring, source, [target for target in (path, shared) if target is not None])
+            on_first_rank(lambda: _remove_stale(self._folder, paths))
+            self._existing = self._existing._replace(paths=tuple(paths))
 
     def _score(self, model: RankModel, source: _Source, paths: Sequence[Path]) -> None:
-        """Scores all sequences of a source, in passes the size of a step, and writes the scores to files."""
+        """Scores all sequences of a source, one step's worth at a time, and writes the scores to files."""
         config, groups = model.config, model.groups
         if groups.rank == 0:
             _log.info(f"scoring {source.num_sequences:,} sequences under the reference model, once for the run")
-        found = np.full(source.num_sequences, np.nan)
+        scores = np.full(source.num_sequences, np.nan)
         count, size = num_microbatches(config, groups), config.sequences_per_step
-        for number, own in enumerate(self._passes(model, source)):
-            scored = sequence_scores(model, own, count)
-            found[np.array(scored.slots, np.int64) + number * size] = scored.scores.numpy()
+        for number, microbatches in enumerate(self._passes(model, source)):
+            scored = sequence_scores(model, microbatches, count)
+            scores[np.array(scored.slots, np.int64) + number * size] = scored.scores.numpy()
         array = io.BytesIO()
-        np.save(array, found)
-        # the digest comes first, so that a flipped bit is noticed
+        np.save(array, scores)
+        # preceded by the digest, which reveals a flipped bit
         content = hashlib.sha256(array.getvalue()).digest() + array.getvalue()
         for path in paths:
             on_first_rank(partial(_write, path, content))
 
-    def _find_kept(self) -> _Kept:
-        """Finds the scores of a run with a checkpoint, also of earlier versions. On the first rank."""
+    def _find_existing(self) -> _ExistingScores:
+        """Finds the scores of a run with a checkpoint, including those of earlier versions. On the first rank."""
         steps, named = published_steps(self._folder.checkpoints), self._config.loss.reference
         if not steps:
-            return _Kept(False, (None,) * len(self._sources))
+            return _ExistingScores(False, (None,) * len(self._sources))
         saved = None if named is None else checkpoint_config(self._folder.checkpoints / step_name(steps[-1]))
         before = named if saved is None else flat_keys(saved).get(REFERENCE, named)
         paths: list[Path | None] = []
@@ -315,46 +320,49 @@ class References:
             there = sorted(self._folder.references.glob(f"{self._stem(source, before)}-*.npy"))
             earlier = self._folder.references / f"{self._earlier_stem(source, before)}.npy"
             paths.append(next((path for path in (*there, earlier) if path.exists()), None))
-        return _Kept(True, tuple(paths), before if before != named else None)
+        return _ExistingScores(True, tuple(paths), before if before != named else None)
 
-    def _of_identity(self, identity: str) -> _Kept:
-        """Returns the existing scores of a reference whose identity is now known; refuses scores of another model."""
-        kept = self._kept
-        if not kept.goes_on:
+    def _scores_of(self, identity: str) -> _ExistingScores:
+        """Returns the existing scores of the reference with this hash; refuses scores of another model."""
+        existing = self._existing
+        if not existing.has_checkpoint:
             paths = (self._path(source, identity) for source in self._sources)
-            return kept._replace(paths=tuple(path if path.exists() else None for path in paths))
-        others = [path for path in kept.paths if path is not None and path.stem.partition("-")[2] not in ("", identity)]
-        if kept.scored_by is not None:
-            return self._of_moved(identity, kept.scored_by, bool(others))
-        if others:
+            return existing._replace(paths=tuple(path if path.exists() else None for path in paths))
+        foreign = [
+            path for path in existing.paths if path is not None and path.stem.partition("-")[2] not in ("", identity)
+        ]
+        if existing.scored_by is not None:
+            return self._scores_of_moved(identity, existing.scored_by, bool(foreign))
+        if foreign:
             raise DataError(
-                f"{others[0]} holds scores of another reference model than the one that is there now, by which "
-                "sequences without scores would be judged; restore the weights that the run began from (or "
-                "loss.reference), or give the data of before"
+                f"{foreign[0]} holds scores of another reference model than the current one, which would score the "
+                "sequences without scores; restore the weights that the run began from (or loss.reference), or the "
+                "earlier data"
             )
-        return kept
+        return existing
 
-    def _of_moved(self, identity: str, before: str, is_another: bool) -> _Kept:
-        """Takes over the scores by the same model in another place; none by another model, with consent."""
+    def _scores_of_moved(self, identity: str, before: str, is_another: bool) -> _ExistingScores:
+        """Copies the scores if loss.reference names the same model by another path; drops them if it names another
+        model, with consent."""
         if is_another and not is_permitted(REFERENCE, self._config.checkpoint.allow_changed):
             raise DataError(
-                f"loss.reference={self._config.loss.reference} holds another model than {before}, by which this run "
-                "has scored its sequences, so future steps would be those of another run; name the earlier model, or "
+                f"loss.reference={self._config.loss.reference} holds another model than {before}, which scored the "
+                "sequences of this run, so future steps would be those of another run; name the earlier model, or "
                 f"continue with the new one by checkpoint.allow_changed=[{REFERENCE}]"
             )
         paths: list[Path | None] = []
-        for source, path in zip(self._sources, self._kept.paths):
+        for source, path in zip(self._sources, self._existing.paths):
             paths.append(None if path is None or is_another else self._path(source, identity))
             if path is not None and not is_another:
                 _write(self._path(source, identity), path.read_bytes())
-        return self._kept._replace(paths=tuple(paths))
+        return self._existing._replace(paths=tuple(paths))
 
     def _path(self, source: _Source, identity: str) -> Path:
         """Returns the path of scores, named after the sequences and the hash of the reference."""
         return self._folder.references / f"{self._stem(source, self._config.loss.reference)}-{identity}.npy"
 
     def _stem(self, source: _Source, named: str | None) -> str:
-        """Hashes what stays the same when the run resumes; the path of its initial weights may have changed by then."""
+        """Hashes what stays the same when the run resumes, so not the path of its initial weights."""
         return _hashed([_FORMAT, source.fingerprint, self._config.loss.aggregation, named])
 
     def _earlier_stem(self, source: _Source, named: str | None) -> str:
@@ -366,7 +374,7 @@ class References:
         return _hashed([_FORMAT, source.fingerprint, config.loss.aggregation, *start])
 
     def _shared_path(self, source: _Source, identity: str) -> Path:
-        """Returns the path next to the token cache, named after what determines the scores."""
+        """Returns the path next to the token cache, named after everything that determines the scores."""
         config = self._config
         assert isinstance(config.data, SftSection), "a rule of the configuration"
         folder = default_folder() if config.data.cache_dir is None else Path(config.data.cache_dir)
@@ -390,12 +398,12 @@ def _sources(loader: StepLoader | None) -> list[_Source]:
     ]
 
 
-def _remove_others(folder: RunFolder, kept: Sequence[Path | None]) -> None:
-    """Deletes scores of starts that reached no checkpoint, so that only one set is left to resume with."""
+def _remove_stale(folder: RunFolder, paths: Sequence[Path | None]) -> None:
+    """Deletes the scores of starts that reached no checkpoint, so that a later start finds only one set."""
     with disk_faults(f"write {folder.references}"):
-        stems = {path.stem.partition("-")[0] for path in kept if path is not None}
+        stems = {path.stem.partition("-")[0] for path in paths if path is not None}
         for path in folder.references.glob("*-*.npy"):
-            if path not in kept and path.stem.partition("-")[0] in stems:
+            if path not in paths and path.stem.partition("-")[0] in stems:
                 path.unlink()
 
 
@@ -404,13 +412,13 @@ def _hashed(decisive: Sequence[object]) -> str:
 
 
 def _copied(shared: Path, path: Path) -> bool:
-    """Copies another run's scores if they are there and intact, and says whether it did."""
+    """Copies another run's scores if they exist and are intact; returns whether it did."""
     try:
         content = shared.read_bytes()
     except OSError:
         return False
     if hashlib.sha256(content[32:]).digest() != content[:32]:
-        _log.info(f"{shared} holds other scores than were written; they are computed again")
+        _log.info(f"{shared} does not hold the scores that were written; they are computed again")
         return False
     _log.info(f"using scores of the reference model from {shared}")
     _write(path, content)
@@ -439,8 +447,8 @@ def _read(loader: StepLoader | None, sources: Sequence[_Source], paths: Sequence
         digest, array = content[:32], content[32:]
         if hashlib.sha256(array).digest() != digest:
             raise DataError(
-                f"{path} holds other scores of the reference model than were written; remove it, and it is recomputed "
-                "from the run's initial weights"
+                f"{path} does not hold the scores of the reference model that were written; remove it, and it is "
+                "recomputed from the run's initial weights"
             )
         loader.preferences[source.fingerprint].references = np.load(io.BytesIO(array), allow_pickle=False)
         digests.append(digest.hex()[:16])

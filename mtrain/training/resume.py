@@ -1,4 +1,4 @@
-"""Start of a run in its folder, from a checkpoint or other weights; saves and loads of a user's program."""
+"""Starts a run in its folder, from a checkpoint or other weights; saves and loads for a user's program."""
 
 import contextlib
 import functools
@@ -53,7 +53,7 @@ class Progress(NamedTuple):
     tokens: int = 0
     """Number of tokens that these updates have read."""
     changes: tuple[ChangeInfo, ...] = ()
-    """Changes of the run so far; those of `step` were made by this start."""
+    """Changes of the run so far; this start made those of `step`."""
     history: BadStepHistory = NO_BAD_STEPS
 
 
@@ -68,11 +68,11 @@ def resume_or_initialize(
         folder: Run folder, whose lock the first rank holds.
 
     Raises:
-        DataError: No checkpoint is good, it does not fit, or the training data have changed without consent; the
-            weights to start from are not finite.
-        RunFolderError: checkpoint.resume=never, but there is a checkpoint; or a key has changed without consent.
+        DataError: All checkpoints are damaged, the newest good one does not fit, the training data have changed without
+            consent, or the weights to start from are not finite.
+        RunFolderError: checkpoint.resume=never, but the run has a checkpoint; or a key has changed without consent.
     """
-    if model.config.adapter is not None:  # checkpoints of adapters do not hold the frozen model
+    if model.config.adapter is not None:  # checkpoints of adapters do not contain the frozen model
         load_base(model)
     resumed = load_newest(model, folder, loader, inputs)
     if resumed is None and model.config.adapter is None:
@@ -104,7 +104,7 @@ def _refuse_non_finite(source: Path, model: RankModel, remedy: str = "restore it
     fault = non_finite_state(model)
     if fault is not None:
         error = DataError(f"{source} cannot be trained from: {fault}; {remedy}")
-        error.on_every_rank = True  # `non_finite_state` has gathered the result
+        error.on_every_rank = True  # `non_finite_state` returns the same on all ranks
         raise error
 
 
@@ -126,9 +126,10 @@ def load_newest(
     inputs: Mapping[str, str],
     passed_over: Mapping[int, str] | None = None,
 ) -> Progress | None:
-    """Loads the newest good checkpoint of the run, and sets damaged ones aside; returns None if it has none.
+    """Loads the newest good checkpoint of the run, and sets damaged ones aside; returns None if the run has none.
 
-    Collective over the world. `passed_over` are checkpoints that a rollback must not load; None at a start.
+    Collective over the world. `passed_over` maps the checkpoints that a rollback must not load to reasons; None at a
+    start.
     """
     damaged: dict[int, str] = {}
 
@@ -148,12 +149,12 @@ def load_newest(
             entry = _announced(newest)
             if entry is None:
                 return None
-            # before the load, which takes long
+            # before the load, which takes longer
             changes = on_first_rank(functools.partial(find_changes, entry))
             state = load_checkpoint(entry, model)
             fault = non_finite_state(model)
             if fault is None:
-                # only now: a start that fails moves nothing
+                # only now, so that a failed start moves nothing
                 on_first_rank(lambda: [set_aside(folder.checkpoints, step) for step in damaged])
                 history = BadStepHistory(entry.manifest.skipped, state.recent)
                 return Progress(state.step, entry.manifest.tokens, changes, history)
@@ -161,15 +162,15 @@ def load_newest(
 
 
 def _load_start(model: RankModel) -> Path | None:
-    """Loads or draws the weights of a new run; returns where they were loaded from, None if they were drawn."""
+    """Loads or draws the weights of a new run; returns the path that they were loaded from, None if they were drawn."""
     config, groups = model.config, model.groups
     if config.checkpoint.initialize_from is not None:
         source = Path(config.checkpoint.initialize_from)
-        # a shared disk may show ranks different states
+        # ranks may see different states of a shared disk
         megatron = on_first_rank(lambda: megatron_folder(source))
         if megatron is not None:
             if groups.rank == 0:
-                _log.info(f"loading {megatron}, which another program wrote: there are no checksums to verify it by")
+                _log.info(f"loading {megatron}, which another program wrote without checksums to verify")
             load_megatron_weights(megatron, model)
             return megatron
         with opened(source) as start:
@@ -191,12 +192,12 @@ def opened(path: Path) -> Iterator[CheckpointEntry]:
     """Yields the checkpoint at a path, or the newest good one of a run, verified. Collective over the world."""
     with opened_checkpoint(lambda unusable: checkpoint_at(path, unusable), _log.info) as newest:
         entry = _announced(newest)
-        assert entry is not None, "checkpoint_at raises where there is none"
+        assert entry is not None, "checkpoint_at raises if it finds none"
         yield entry
 
 
 def _announced(newest: Newest) -> CheckpointEntry | None:
-    """Reports on the first rank which checkpoints were skipped and which one is loaded; returns the latter."""
+    """Logs, on the first rank, which checkpoints were skipped and which one is loaded; returns the latter."""
     if dist.get_rank() == 0:
         for warning in newest.warnings:
             _log.warning(f"warning: {warning}")
@@ -205,33 +206,33 @@ def _announced(newest: Newest) -> CheckpointEntry | None:
     return newest.entry
 
 
-def claim(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> tuple[RunLock, Config]:
-    """Locks a run folder until `held` closes, and writes the resolved configuration and chat templates. On rank 0."""
+def claim(folder: RunFolder, config: Config, resources: contextlib.ExitStack) -> tuple[RunLock, Config]:
+    """Locks a run folder until `resources` closes; writes the resolved configuration and chat templates. On rank 0."""
     folder.create()
-    lock = held.enter_context(folder.locked())
+    lock = resources.enter_context(folder.locked())
     # under the lock: an unfinished checkpoint belongs to a dead run
     clean_leftovers(folder.checkpoints)
     clean_staging(folder, config.checkpoint.export_hf_every_steps)
     folder.probe()  # after cleaning up, which may have made room
-    given, config = config, going_on(folder, config)
-    for line in kept_lines(given, config):
+    requested, config = config, going_on(folder, config)
+    for line in kept_lines(requested, config):
         _log.info(line)
     folder.write_config(config_yaml(config))
-    # now, as the template's file may be changed or gone when the run is exported
+    # now, since the template's file may have changed or gone when the run is exported
     folder.write_chat_templates(trained_templates(config.data) if isinstance(config.data, SftSection) else {})
     return lock, config
 
 
 def save_at(folder: RunFolder, at: Progress, model: RankModel, inputs: Mapping[str, str]) -> Path:
     """Saves a checkpoint, and returns its path when it is published. Collective over the world."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as resources:
 
         def begin() -> None:
-            # the lock is held during the save only: a program may save into several folders
-            claim(folder, model.config, held)
+            # locked during the save only, since a program may save into several folders
+            claim(folder, model.config, resources)
             try:
                 newest = newest_good(folder.checkpoints).entry
-            except DataError:  # none of them is whole, and the save must come about all the same
+            except DataError:  # all of them are damaged, which must not prevent this save
                 return
             if newest is not None:
                 changed_inputs(newest, inputs, model.config.checkpoint.allow_changed)
@@ -246,6 +247,6 @@ def load_from(path: Path, model: RankModel, inputs: Mapping[str, str]) -> Progre
     with opened(path) as entry:
         on_first_rank(lambda: changed_inputs(entry, inputs, model.config.checkpoint.allow_changed))
         state = load_checkpoint(entry, model)
-        found = Progress(state.step, entry.manifest.tokens)
+        progress = Progress(state.step, entry.manifest.tokens)
     _refuse_non_finite(path, model, "load another checkpoint")
-    return found
+    return progress

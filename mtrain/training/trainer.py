@@ -75,12 +75,12 @@ def train(config: Config) -> bool:
     which sees signals if the main thread holds a StopSignal.
 
     Returns:
-        Whether the run has come to its end; false if a signal has stopped it and the caller holds a StopSignal.
+        Whether the run is complete; false if a signal has stopped it and the caller holds a StopSignal.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, or a notebook's interrupt, has come, and the caller holds no StopSignal; the run was
-            stopped or is done, and all is saved.
-        StopRequestedError: The same for another stop signal, or one of another rank.
+        KeyboardInterrupt: The user pressed Ctrl-C or interrupted the notebook, and the caller holds no StopSignal. The
+            run has stopped or is complete, and everything is saved.
+        StopRequestedError: The same for another stop signal, or one that another rank received.
         MtrainError: A part of the run fails; see mtrain/base/errors.py for the exit codes.
     """
     environment = RankEnvironment.from_environ(os.environ)
@@ -88,7 +88,7 @@ def train(config: Config) -> bool:
     refuse_unexportable(config)
     timeout_s = config.train.process_group_timeout_s
     with (
-        # first, so that a signal that comes while ranks connect is not lost
+        # first, so that a signal during the connection of ranks is not lost
         StopSignal() as signal,
         deterministic(config.train.deterministic),
         init_distributed(environment, config.train.device, timeout_s, purpose_of("train", config)) as device,
@@ -96,28 +96,28 @@ def train(config: Config) -> bool:
     ):
         try:
             if config.train.num_epochs is not None:
-                config = _counted(config, groups.rank)
+                config = _with_counted_steps(config, groups.rank)
             stopped = train_on(groups, config, signal)
-        except StopRequestedError as stop:  # of counting: `train_on` raises none
+        except StopRequestedError as stop:  # raised by `_with_counted_steps`, never by `train_on`
             stopped = str(stop)
-            on_first_rank(lambda: _to_be_requeued(RunFolder(Path(config.run.dir)), stopped))
+            on_first_rank(lambda: _mark_for_requeue(RunFolder(Path(config.run.dir)), stopped))
     if signal.is_outermost and (stopped is not None or signal.received is not None):
         reason = "stopped by a signal when the run was done" if stopped is None else stopped
         raise KeyboardInterrupt(reason) if signal.received == SIGINT else StopRequestedError(reason)
     return stopped is None
 
 
-def _to_be_requeued(folder: RunFolder, reason: str) -> None:
-    """Leaves the marker of a run that was stopped before it had claimed its folder."""
+def _mark_for_requeue(folder: RunFolder, reason: str) -> None:
+    """Writes the marker REQUEUE for a run that was stopped before it claimed its folder."""
     folder.create()
     with folder.locked():
         folder.set_requeue(reason)
     _log.info(f"{reason}; the same command resumes")
 
 
-def _counted(config: Config, rank: int) -> Config:
-    """Returns the configuration with the number of steps. Rank 0 counts, and may tokenise longer than a collective
-    waits. Collective over the world."""
+def _with_counted_steps(config: Config, rank: int) -> Config:
+    """Returns the configuration with the number of steps. Rank 0 counts, which may take longer than the timeout of a
+    collective if it tokenises. Collective over the world."""
     counted = on_all_ranks(lambda: with_the_slowest(lambda: with_num_steps(config) if rank == 0 else config))
     return on_first_rank(lambda: counted)
 
@@ -129,40 +129,40 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
     """Trains as `train` does, on groups that were just opened. Collective over the world.
 
     Args:
-        build: Function that builds the run; a check replaces it to observe the run.
+        build: Function that builds the run; checks replace it to observe the run.
 
     Returns:
-        Sentence on the stop signal that has ended the run; None if it has come to its end.
+        Sentence that says when a stop signal ended the run; None if the run is complete.
 
     Raises:
         MtrainError: A part of the run fails; see mtrain/base/errors.py for the exit codes.
     """
     folder = RunFolder(Path(config.run.dir))
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as resources:
         life = Life(folder, groups.rank)
-        lock, config = on_first_rank(lambda: _enter(folder, config, groups, life, held))
-        held.enter_context(life)
-        heartbeat, account = _open_reporting(folder, lock.number, config.train, groups, held)
+        lock, config = on_first_rank(lambda: _claim_folder(folder, config, groups, life, resources))
+        resources.enter_context(life)
+        heartbeat, account = _open_reporting(folder, lock.number, config.train, groups, resources)
         if any_rank(signal.received is not None, groups.device):
-            return _stopped(life, "stopped by a signal before the model was built")
+            return _record_stop(life, "stopped by a signal before the model was built")
         heartbeat.enter(Phase.BUILD, 0)
         try:
             run = build(config, groups, folder)
         except StopRequestedError as stop:  # on all ranks
-            return _stopped(life, str(stop))
+            return _record_stop(life, str(stop))
         account.goes_on(run.start_step)
         if any_rank(signal.received is not None, groups.device) and run.start_step < config.train.num_steps:
-            return _stopped(life, f"stopped by a signal before step {run.start_step + 1}")
+            return _record_stop(life, f"stopped by a signal before step {run.start_step + 1}")
         if run.start_step >= config.train.num_steps and groups.rank == 0:
             _log.info(
-                f"{folder.path} is finished: its newest checkpoint has {run.start_step} steps done, and "
+                f"{folder.path} is finished: its newest checkpoint has completed {run.start_step} steps, and "
                 f"train.num_steps={config.train.num_steps}; nothing is trained. Raise train.num_steps to continue, or "
                 "set another run.dir"
             )
         if config.checkpoint.self_test:
             run_self_test(run, folder.checkpoints)
         on_first_rank(lambda: _write_first_samples(run, folder))
-        records = held.enter_context(contextlib.ExitStack())
+        records = resources.enter_context(contextlib.ExitStack())
 
         def saved(step: int, seconds: float) -> None:
             account.saved(step)
@@ -171,11 +171,11 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         retention = Retention(folder.checkpoints, Keep.of(config.checkpoint), lock.check, run.start_step)
         saver = Saver(run.model, retention, _origin(run), saved)
         exporter = Exporter(folder, config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0, lock.check)
-        held.callback(exporter.close)
+        resources.callback(exporter.close)
         slow = SlowRanks(config.watch, groups, heartbeat, life)
         heartbeat.on_beat.append(slow.look)
         profiler = StepProfiler(config.metrics, folder.profile, groups.rank, groups.device)
-        held.callback(profiler.close)
+        resources.callback(profiler.close)
         samples = PromptSamples(config, folder, run.model.chunks, groups.rank == 0)
         records.callback(samples.close)
         reopen = functools.partial(open_sinks, folder=folder, lock=lock, life=life)
@@ -186,36 +186,36 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         except NumericError as error:  # on all ranks
             raise NumericError(f"{error}; {saver.give_up()}") from error
         if stopped_after is not None:
-            return _stopped(life, f"stopped by a signal after step {stopped_after}")
+            return _record_stop(life, f"stopped by a signal after step {stopped_after}")
         heartbeat.enter(Phase.EXPORT, heartbeat.step)
-        # not a collective, and none follows
+        # not a collective; no collective follows
         if not exporter.finish(lambda: signal.received is not None):
             return None
         life.stopped("stopped by a signal before all checkpoints were exported")
         return "stopped by a signal before all checkpoints were exported"
 
 
-def _stopped(life: Life, reason: str) -> str:
-    """Notes on the first rank that a signal has ended the run; returns the reason. Collective over the world."""
+def _record_stop(life: Life, reason: str) -> str:
+    """Records on the first rank that a signal has ended the run; returns the reason. Collective over the world."""
     on_first_rank(lambda: life.stopped(reason))
     return reason
 
 
 def _open_reporting(
-    folder: RunFolder, number: int, train: TrainSection, groups: Groups, held: contextlib.ExitStack
+    folder: RunFolder, number: int, train: TrainSection, groups: Groups, resources: contextlib.ExitStack
 ) -> tuple[Heartbeat, StartAccount]:
-    """Starts reporting the phase of this start, its use of time, and the reason if it fails."""
+    """Starts to report this start's phase, its use of time, and the cause if it fails."""
     if (pulse := current_pulse()) is not None:
         pulse.start_number = number
     size, timeout_s = groups.layout.world_size, train.process_group_timeout_s
-    account = held.enter_context(StartAccount(folder.starts, number, groups.rank, size))
+    account = resources.enter_context(StartAccount(folder.starts, number, groups.rank, size))
     heartbeat = Heartbeat(folder.heartbeats, groups.rank, size, timeout_s, number)
     account.follow(heartbeat)
-    held.enter_context(heartbeat)
-    held.enter_context(recording(folder.path, groups.rank, number, lambda: heartbeat.place))
-    held.enter_context(deterministic(train.deterministic))  # here too: what it raises is recorded
-    held.enter_context(naming_lack_of_memory())
-    held.enter_context(naming_lost_ranks(heartbeat.missing))
+    resources.enter_context(heartbeat)
+    resources.enter_context(recording(folder.path, groups.rank, number, lambda: heartbeat.place))
+    resources.enter_context(deterministic(train.deterministic))  # again, so that its errors are recorded
+    resources.enter_context(naming_lack_of_memory())
+    resources.enter_context(naming_lost_ranks(heartbeat.missing))
     return heartbeat, account
 
 
@@ -231,7 +231,7 @@ def _origin(run: Run) -> Provenance:
 
 
 def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
-    """Returns all that can change the last digits of a run, and nothing that reveals where or by whom it was run."""
+    """Returns everything that can change the last digits of a run, and nothing that reveals where or by whom it ran."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     chosen = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     shape = {"device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
@@ -244,17 +244,18 @@ def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
 
 
 def _certificate(config: Sections, device: torch.device) -> dict[str, str]:
-    """Names the certificate of `mtrain verify backend` by which layers are chosen, if any."""
-    found = finding(config, device, candidate_of(config))
-    named = {} if found.comparison is None or config.model.backend == "torch" else {"certificate": found.certificate}
+    """Returns the certificate of `mtrain verify backend` that decides between layers, if any, and other choices of
+    layers."""
+    result = finding(config, device, candidate_of(config))
+    named = {} if result.comparison is None or config.model.backend == "torch" else {"certificate": result.certificate}
     return named | ({"delta_rule": "flash-linear-attention"} if chosen_backend(config, device) == "fla" else {})
 
 
-def _enter(
-    folder: RunFolder, config: Config, groups: Groups, life: Life, held: contextlib.ExitStack
+def _claim_folder(
+    folder: RunFolder, config: Config, groups: Groups, life: Life, resources: contextlib.ExitStack
 ) -> tuple[RunLock, Config]:
     """Claims the run folder and writes the resolved configuration and the environment. On rank 0."""
-    lock, config = claim(folder, config, held)
+    lock, config = claim(folder, config, resources)
     environment = _environment(groups.device, groups.layout) | _certificate(config, groups.device)
     folder.write_environment(environment)
     folder.clear_requeue()
@@ -268,13 +269,13 @@ def _write_first_samples(run: Run, folder: RunFolder) -> None:
     """Writes samples of the first step for people to check, once in a run."""
     if run.loader is not None and not folder.first_samples.exists():
         text = as_text(run.loader.shown(run.start_step + 1, _NUM_FIRST_SAMPLES))
-        with contextlib.suppress(OSError):  # for people only
+        with contextlib.suppress(OSError):  # the run does not need them
             write_atomically(folder.first_samples, text)
 
 
 @dataclass
 class _Loop:
-    """The steps of a run, from its start or from a rollback to the end."""
+    """Makes the steps of a run, from its start or from a rollback to the end."""
 
     run: Run
     folder: RunFolder
@@ -299,12 +300,14 @@ class _Loop:
         self._replica_check = ReplicaCheck(self.run.model.groups)
 
     def run_with_rollbacks(self, opened: contextlib.ExitStack, reopen: Callable[[Run], Sinks]) -> int | None:
-        """Makes all steps, also again after each rollback to a checkpoint, and waits for saves; returns the number of
-        the last step if a signal stopped the run early, else None.
+        """Makes all steps, again after each rollback to a checkpoint, and waits for saves.
 
         Args:
             opened: Closes the sinks at a rollback.
             reopen: Opens the sinks of a run that continues after its start step.
+
+        Returns:
+            Number of the last step if a signal stopped the run early, else None.
         """
         while True:
             try:
@@ -314,15 +317,15 @@ class _Loop:
                 self.saver.finish()
                 return stopped_after
             except RollBackError as error:
-                wanted = error
+                rollback = error
             except SpoiledStateError as error:  # found by a save
                 self.guard.refuse(self.heartbeat.step, error)  # raises unless the action is rollback
-                wanted = RollBackError(self.heartbeat.step, str(error))
-            self.heartbeat.enter(Phase.BUILD, wanted.step)
+                rollback = RollBackError(self.heartbeat.step, str(error))
+            self.heartbeat.enter(Phase.BUILD, rollback.step)
             opened.close()  # records after the checkpoint are removed when the sinks open again
-            self.run = roll_back(self.run, self.folder, self.saver, self.exporter, self.guard, wanted)
+            self.run = roll_back(self.run, self.folder, self.saver, self.exporter, self.guard, rollback)
             self.account.gone_back(self.run.start_step)
-            self.life.rolled_back(self.run.start_step, wanted.step, str(wanted))
+            self.life.rolled_back(self.run.start_step, rollback.step, str(rollback))
 
     def _run_to_end(self) -> int | None:
         run, start = self.run, self.run.start_step
@@ -336,21 +339,21 @@ class _Loop:
         with contextlib.nullcontext() if run.loader is None else run.loader.iterate(start, pinned) as batches:
             for step in range(start + 1, self._last + 1):
                 self.heartbeat.enter(Phase.DATA, step)
-                own = None if batches is None else next(batches)
-                made = self._train(own, step)
+                microbatches = None if batches is None else next(batches)
+                made = self._train(microbatches, step)
                 valid_loss = self._validate_if_due(step)
                 self._answer_prompts_if_due(step)
-                if self._end_step(made, own, step, valid_loss):
+                if self._end_step(made, microbatches, step, valid_loss):
                     return step
         return None
 
-    def _train(self, own: Sequence[Microbatch] | None, step: int) -> StepOutcome:
+    def _train(self, microbatches: Sequence[Microbatch] | None, step: int) -> StepOutcome:
         """Makes one step and records it."""
         run = self.run
         began, waited_before_s = time.perf_counter(), patience.waited_s()
         lr = learning_rate(self.guard.updates_before(step), run.model.config.optimizer, self._last)
         with self.profiler.step(step):
-            made = self._trial.make(own, lr, step, lambda: self.signal.received is not None)
+            made = self._trial.make(microbatches, lr, step, lambda: self.signal.received is not None)
         if made.is_applied:
             self.saver.confirm(step - 1)  # loss and gradient of the weights before the update were finite
             if step == run.start_step + 1:
@@ -390,12 +393,12 @@ class _Loop:
                 self.samples.take(self.run, step, self._sinks)
 
     def _end_step(
-        self, made: StepOutcome, own: Sequence[Microbatch] | None, step: int, valid_loss: float | None
+        self, made: StepOutcome, microbatches: Sequence[Microbatch] | None, step: int, valid_loss: float | None
     ) -> bool:
-        """Checks and saves what a step has left; says whether the run stops here before its last step."""
+        """Checks and saves the state after a step; returns whether the run stops before its last step."""
         is_last = step == self._last
         if made.stop_requested:
-            self.exporter.stop()  # also after the last step: the checkpoint needs the disk now
+            self.exporter.stop()  # also after the last step, since the checkpoint needs the disk now
         is_stopped = made.stop_requested and not is_last
         is_saved = is_stopped or self._saving.after(step, self._last)
         if self._replicas.after(step, self._last) or (is_saved and self._replicas.every > 0):
@@ -404,10 +407,10 @@ class _Loop:
         if valid_loss is not None:
             self.saver.confirm(step)
         elif is_saved and is_last and made.has_learned:
-            # no later step shows whether these weights can be used
+            # no later step shows whether these weights are usable
             self.heartbeat.enter(Phase.VALIDATION, step)
-            with named(f"the weights that step {step}, the last one, has left"):
-                self.run.training.try_weights(own)
+            with named(f"the weights after step {step}, the last one"):
+                self.run.training.try_weights(microbatches)
             self.saver.confirm(step)
         if is_saved:
             self.heartbeat.enter(Phase.SAVE, step)

@@ -373,7 +373,7 @@ def test_prompts_of_eval_are_read_as_the_run_will_read_them(check: Check, tmp_pa
     asked = {"prompts": ["one"], "prompts_file": str(tmp_path / "more.jsonl"), "interval_steps": 1}
     code, output = check(data=data, eval=asked)
     assert code == 3
-    assert "more.jsonl with prompts cannot be read" in output
+    assert "more.jsonl, which should hold prompts, does not exist" in output
     records(tmp_path / "more.jsonl", {"prompt": "two words"})
     code, output = check(data=data, eval=asked)
     assert code == 0, output

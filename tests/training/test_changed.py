@@ -73,7 +73,9 @@ def test_a_finished_run_says_so(command: Any, start: Any, tmp_path: Path) -> Non
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     code, output, errors = finished(start(command("train.num_steps=2")))
     assert code == 0, errors
-    assert f"{tmp_path / 'run'} is finished: its newest checkpoint has 2 steps done, and train.num_steps=2" in output
+    assert (
+        f"{tmp_path / 'run'} is finished: its newest checkpoint has completed 2 steps, and train.num_steps=2" in output
+    )
     assert "Raise train.num_steps to continue" in output
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 

@@ -1,4 +1,4 @@
-"""Text from a model on disk, to inspect the result of a run, and sample answers while a run trains (`eval.*`).
+"""Generates text from a model on disk, to inspect the result of a run, and sample answers during training (`eval.*`).
 
 The latter do not change the run: tokens are drawn without the random states of training, and layers are left unchanged.
 For serving use an inference engine.
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 _HF_CONFIG = "config.json"
 _SHOWN_PROMPTS, _SHOWN_CHARACTERS = 2, 60
-"""Number of prompts, and characters of each text, that the console shows."""
+"""Numbers of prompts, and of characters of each text, that the console shows."""
 
 
 class Model(NamedTuple):
@@ -57,7 +57,7 @@ class Model(NamedTuple):
     config: Config
     """Configuration with the architecture, tokenizer and chat template."""
     entry: CheckpointEntry | None
-    """Checkpoint with the weights; None: those of `model.hf`."""
+    """Checkpoint with the weights; None if they are those of `model.hf`."""
     origin: Path | None
     """Hugging Face folder that the model comes from, as in `ModelSource.origin`, if any."""
 
@@ -69,13 +69,11 @@ def model_at(path: Path, overrides: Sequence[str] = ()) -> Model:
         overrides: Changes of the configuration, as `section.key=value`.
     """
     if not path.exists():
-        raise ConfigError(
-            f"{path} is not there; name a run folder, a checkpoint, an import or a folder of Hugging Face"
-        )
+        raise ConfigError(f"{path} does not exist; name a run folder, a checkpoint, an import or a Hugging Face folder")
     if (path / _HF_CONFIG).exists() and not RunFolder(path).checkpoints.exists():
         return Model(_config_of(path, {"hf": str(path)}, overrides), None, path)
     entry = checkpoint_at(path).entry
-    assert entry is not None, "checkpoint_at raises where there is none"
+    assert entry is not None, "checkpoint_at raises if it finds none"
     model = imported_model(entry.path)
     if model is not None:
         config = _config_of(entry.path / ORIGIN, model.model_dump(exclude={"hf"}), overrides)
@@ -83,8 +81,8 @@ def model_at(path: Path, overrides: Sequence[str] = ()) -> Model:
     folder = RunFolder(entry.path.resolve().parent.parent)
     if not folder.config.exists():
         raise ConfigError(
-            f"{folder.config} is not there, which says what model {path} holds; name a run folder, a checkpoint inside "
-            "one, an import or a folder of Hugging Face"
+            f"{folder.config}, which describes the model in {path}, does not exist; name a run folder, a checkpoint in "
+            "one, an import or a Hugging Face folder"
         )
     config = load_config([folder.config], overrides)
     return Model(config, entry, source_of_run(config).origin)
@@ -105,35 +103,35 @@ def _config_of(side_files: Path, model: dict[str, Any], overrides: Sequence[str]
 
 
 def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParams, as_chat: bool = False) -> list[str]:
-    """Continues each prompt, or answers it. With several ranks, on the layout of the run; collective.
+    """Continues or answers each prompt, with several ranks on the layout of the run. Collective over the world.
 
     Args:
         prompts: Texts to continue, messages of a user, or conversations.
         sampling: Rules for drawing tokens; the tokens that end a text of this model are added.
-        as_chat: Whether the chat template formats each text as a user's message.
+        as_chat: Whether each text is a user's message, formatted by the chat template.
 
     Returns:
         Continuations without the prompts; the same on all ranks.
     """
-    found = model_at(path)
-    if found.config.data.tokenizer is None:
+    source = model_at(path)
+    if source.config.data.tokenizer is None:
         raise ConfigError("data.tokenizer is not set; name the tokenizer that the run was trained with")
-    tokenizer = tokenizer_of(found.config)
-    questions = questions_of(found.config, tokenizer, prompts, as_chat, declared_ends(found.origin))
+    tokenizer = tokenizer_of(source.config)
+    questions = questions_of(source.config, tokenizer, prompts, as_chat, declared_ends(source.origin))
     sampling = replace(
         sampling, stop_token_ids=sampling.stop_token_ids.union(*(question.stop_ids for question in questions))
     )
-    timeout_s = found.config.train.process_group_timeout_s
-    asked = {"prompts": [question.ids for question in questions], **asdict(sampling)}
-    purpose = purpose_of("generate", found.config, path, {name: str(value) for name, value in asked.items()})
+    timeout_s = source.config.train.process_group_timeout_s
+    arguments = {"prompts": [question.ids for question in questions], **asdict(sampling)}
+    purpose = purpose_of("generate", source.config, path, {name: str(value) for name, value in arguments.items()})
     with (
-        deterministic(found.config.train.deterministic),
-        joined_distributed(found.config.train.device, timeout_s, purpose) as device,
+        deterministic(source.config.train.deterministic),
+        joined_distributed(source.config.train.device, timeout_s, purpose) as device,
     ):
-        config = _for_generation(found.config, dist.get_world_size())
+        config = _for_generation(source.config, dist.get_world_size())
         layout = Layout.from_config(config, dist.get_world_size())
         with opened_groups(layout, device, config.train.seed, timeout_s) as groups:
-            model = loaded_model(found.entry, config, groups)
+            model = loaded_model(source.entry, config, groups)
             completions = generate(model, [question.ids for question in questions], sampling)
     return [answer_text(tokenizer, completion, sampling.stop_token_ids) for completion in completions]
 
@@ -145,7 +143,8 @@ def answer_text(tokenizer: Tokenizer, completion: Completion, stop_ids: Set[int]
 
 
 def _for_generation(config: Config, world_size: int) -> Config:
-    """Returns the configuration for generation: layers with a cache, no dropped tokens, no layout on one rank."""
+    """Returns the configuration for generation: layers with a key/value cache, no dropped tokens, and on one rank no
+    parallelism."""
     model: dict[str, Any] = {"backend": "torch"}
     if config.model.experts is not None:
         of_ours = {"implementation": "auto"} if config.model.has_transformer_engine_experts else {}
@@ -155,10 +154,11 @@ def _for_generation(config: Config, world_size: int) -> Config:
 
 
 def loaded_model(entry: CheckpointEntry | None, config: Config, groups: Groups) -> RankModel:
-    """Builds the model and loads its weights: a whole model, or adapters and their frozen model. Collective.
+    """Builds the model and loads its weights: a whole model, or adapters and their frozen model. Collective over the
+    world.
 
     Args:
-        entry: Checkpoint with the weights; None: those that a run of `config` starts from.
+        entry: Checkpoint with the weights; None: the weights that a run of `config` starts from.
     """
     model = build_rank_model(config, groups, weights_follow=True)
     if entry is None:
@@ -173,14 +173,14 @@ def loaded_model(entry: CheckpointEntry | None, config: Config, groups: Groups) 
 
 
 class PromptSamples:
-    """Prompts of a run, and the files of its answers."""
+    """Answers the prompts of a run (`eval.*`), and writes the answers to its files."""
 
     def __init__(self, config: Config, folder: RunFolder, chunks: Sequence[Any], is_first_rank: bool) -> None:
         """Reads the prompts, on the first rank. Collective over the world."""
         self._section, self._folder = config.eval, folder
-        # at intervals of their own, or with each validation
-        own, valid = config.eval.interval_steps, config.valid
-        self.due = Due(valid.interval_steps, valid.at_end, valid.at_start) if own is None else Due(own)
+        # at eval's own interval, or with each validation
+        interval, valid = config.eval.interval_steps, config.valid
+        self.due = Due(valid.interval_steps, valid.at_end, valid.at_start) if interval is None else Due(interval)
         self._is_first_rank = is_first_rank
         self._prompts: list[Prompt] = []
         self._questions: list[Question] = []
@@ -191,11 +191,11 @@ class PromptSamples:
         refuse_uncachable(config.model, chunks)
         self._questions = on_first_rank(lambda: self._read(config))
         stops = frozenset[int]().union(*(question.stop_ids for question in self._questions))
-        given = (self._section.temperature, self._section.top_p, self._section.top_k, self._section.seed)
-        self._sampling = SamplingParams(self._section.max_new_tokens, *given, stops)
+        options = (self._section.temperature, self._section.top_p, self._section.top_k, self._section.seed)
+        self._sampling = SamplingParams(self._section.max_new_tokens, *options, stops)
 
     def begin(self, start_step: int) -> None:
-        """Opens the file for the steps after this one, and removes what an earlier start wrote for these steps."""
+        """Opens the file for the steps after `start_step`; removes what an earlier start wrote for them."""
         self.close()
         if not self._section.is_on or not self._is_first_rank:
             return
@@ -203,7 +203,7 @@ class PromptSamples:
         self._lines = AppendedFile(self._folder.samples)
 
     def take(self, run: Run, step: int, sinks: Sinks) -> None:
-        """Answers the prompts with the current weights, and writes the answers, also to sinks that show texts.
+        """Answers the prompts with the current weights; writes the answers to the file and to sinks that show texts.
         Collective over the world."""
         run.model.sharded.gather_parameters()
         ids = [question.ids for question in self._questions]
@@ -212,7 +212,7 @@ class PromptSamples:
             self._write(completions, step, sinks)
 
     def close(self) -> None:
-        """Closes the file; raises MachineError if the disk has refused answers to the end."""
+        """Closes the file; raises MachineError if the disk refused answers until the end."""
         lines, self._lines = self._lines, None
         if lines is not None:
             lines.close()
@@ -225,7 +225,7 @@ class PromptSamples:
         return questions_of(config, self._tokenizer, self._prompts, section.chat, ends)
 
     def _write(self, completions: Sequence[Completion], step: int, sinks: Sinks) -> None:
-        assert self._lines is not None, "`begin` goes first"
+        assert self._lines is not None, "`begin` opens it"
         stops, lines = self._sampling.stop_token_ids, []
         for number, (prompt, completion) in enumerate(zip(self._prompts, completions, strict=True)):
             answer = answer_text(self._tokenizer, completion, stops)
@@ -250,10 +250,10 @@ def _short(text: str) -> str:
 
 
 def _rewind(path: Path, start_step: int) -> None:
-    """Rewinds the file to this step, and removes an incomplete last line; at step 0 nothing is kept."""
+    """Rewinds the file to this step, and removes an incomplete last line; step 0 empties the file."""
     if not path.exists():
         return
-    kept = []
+    lines = []
     with disk_faults(f"rewind {path} to step {start_step}"), replacing(path) as new:
         for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):
@@ -261,6 +261,6 @@ def _rewind(path: Path, start_step: int) -> None:
             try:
                 step = int(json.loads(line)["step"])
             except (ValueError, KeyError, TypeError):
-                raise DataError(f"{path}, line {number} is no sample of a run; repair or remove that line") from None
-            kept += [line] if 0 < start_step >= step else []
-        new.write_bytes(b"".join(kept))
+                raise DataError(f"{path}, line {number} is not a sample of a run; repair or remove that line") from None
+            lines += [line] if 0 < start_step >= step else []
+        new.write_bytes(b"".join(lines))

@@ -14,7 +14,7 @@ class SamplingParams:
     max_new_tokens: int = 64
     """Largest number of tokens to add."""
     temperature: float = 1.0
-    """Divisor of the logits; 0 takes the likeliest token."""
+    """Divisor of the logits; 0 selects the likeliest token."""
     top_p: float = 1.0
     """Probability that the likeliest tokens must reach together; only these are drawn."""
     top_k: int = 0
@@ -24,13 +24,13 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the answer, each as its last token."""
     is_complete: Callable[[Sequence[int]], bool] | None = None
-    """Function that says whether an answer ends with its latest token, such as one that looks for a text; the same on
-    all ranks. None: only tokens end it."""
+    """Function of an answer's token ids so far that says whether it is complete, for instance if it contains a stop
+    text; the same on all ranks. None: only tokens end an answer."""
     num_likeliest: int = 0
     """Number of the likeliest tokens that are returned at each token's position."""
     log_probs_of_draw: bool = False
     """Whether log-probabilities are those of the distribution that tokens are drawn from, after temperature, top_k and
-    top_p, and not the model's own; at temperature 0, where nothing is drawn, always the model's."""
+    top_p, instead of the model's own. At temperature 0, where nothing is drawn, they are always the model's."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a value is out of range."""
@@ -55,5 +55,5 @@ class SamplingParams:
 
 
 def _is_whole(value: object, least: int = 0) -> bool:
-    found = whole_number(value)
-    return found is not None and found >= least
+    number = whole_number(value)
+    return number is not None and number >= least

@@ -1,7 +1,7 @@
 """Generation of answers on any layout.
 
-Each data-parallel and context-parallel replica answers its own prompts: as soon as one answer ends, another prompt
-takes its place in the cache. A pass reads whole prompts or one token of each answer. If experts are distributed over
+Each data-parallel and context-parallel replica answers its own prompts: as soon as an answer ends, another prompt gets
+its slot in the key/value cache. A pass reads whole prompts or one token of each answer. If experts are distributed over
 several replicas, all replicas run the same number of passes.
 
 The random number of a token is a function of the seed, the number of the answer and the position in it, so neither the
@@ -31,7 +31,7 @@ from mtrain.core.ranks.init import any_rank
 from mtrain.training.sampling.params import SamplingParams
 
 _PROMPT_TOKENS_OF_A_PASS = 8192
-"""Number of tokens from which on a pass takes no further prompt; bounds the memory of activations."""
+"""Number of tokens above which a pass accepts no further prompt; bounds the memory of activations."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     """Reason for the end. stop: a stop token or `is_complete` ended the answer; length: it has max_new_tokens."""
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
-    """Likeliest tokens at each token's position with their log-probabilities, the likeliest first; empty if not asked
-    for."""
+    """Likeliest tokens at each token's position with their log-probabilities, the likeliest first; empty if not
+    requested."""
     routed_experts: Tensor | None = field(default=None, compare=False)
     """Experts of the tokens of prompt and answer except the last, [tokens - 1, layers, top_k] int32 on the CPU, for
-    `Datum.routed_experts`; -1 in dense layers. None if not asked for."""
+    `Datum.routed_experts`; -1 in dense layers. None if not requested."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Answer:
     number: int
     """Number of the prompt."""
     sequence: int
-    """Index of the answer's sequence in the cache."""
+    """Index of the answer's sequence in the key/value cache."""
     prompt_length: int
     ids: list[int] = field(default_factory=list)
     rows: list[list[float]] = field(default_factory=list)
@@ -79,17 +79,17 @@ def generate(
     layer with experts.
 
     Args:
-        model: Model of this rank, parameters complete; left as it was. Others as for `Engine.generate`.
+        model: Model of this rank with gathered parameters; unchanged afterwards. Others as for `Engine.generate`.
     """
     config, groups, chunks = model.config, model.groups, model.chunks
     prompts, sampling = _checked(prompts, config.model.vocab_size, sampling, max_sequences)
     layout, device = groups.layout, groups.device
     replica, num_replicas = groups.dp_rank * layout.cp + groups.cp_rank, layout.dp * layout.cp
-    own = range(replica, len(prompts), num_replicas)
+    numbers = range(replica, len(prompts), num_replicas)
     # the same on all ranks
     length = max((len(prompt) for prompt in prompts), default=0) + sampling.max_new_tokens
     num_sequences = max(1, min(max_sequences, -(-len(prompts) // num_replicas)))
-    # all as float64, which holds every id: one all-reduce
+    # ids as float64 as well, which is exact: one all-reduce for all
     drawn = torch.zeros(
         len(prompts), sampling.max_new_tokens, 2 + 2 * sampling.num_likeliest, dtype=torch.float64, device=device
     )
@@ -99,46 +99,46 @@ def generate(
         cached_model(config, groups, chunks, num_sequences, length) as cached,
         nullcontext() if experts is None else experts.recording(),
     ):
-        replies = _Replies(cached, groups, {number: prompts[number] for number in own}, sampling, num_sequences)
+        replies = _Replies(cached, groups, {number: prompts[number] for number in numbers}, sampling, num_sequences)
         while replies.go_on():
             replies.run_pass()
     for number, rows in replies.done.items():
         lengths[number] = len(rows)
         drawn[number, : len(rows)] = torch.tensor(rows, dtype=torch.float64, device=device)
     for values in (drawn, lengths):
-        dist.all_reduce(values, group=groups.dp_cp)  # the others have zeros
-    found = [
+        dist.all_reduce(values, group=groups.dp_cp)  # other replicas have zeros
+    answers = [
         _completion(rows[:length], sampling) for rows, length in zip(drawn.tolist(), lengths.tolist(), strict=True)
     ]
     if experts is None:
-        return found
+        return answers
     whole = experts.gathered(len(prompts), length - 1, 1, replies.write_choice)
     # the last token is never read
-    ends = [len(prompt) + len(each.token_ids) - 1 for prompt, each in zip(prompts, found, strict=True)]
+    ends = [len(prompt) + len(answer.token_ids) - 1 for prompt, answer in zip(prompts, answers, strict=True)]
     chosen = [table[:end].clone() for table, end in zip(whole, ends, strict=True)]
-    return [replace(each, routed_experts=table) for each, table in zip(found, chosen, strict=True)]
+    return [replace(answer, routed_experts=table) for answer, table in zip(answers, chosen, strict=True)]
 
 
 def _checked(
     prompts: Sequence[Sequence[int]], vocab_size: int, sampling: SamplingParams | None, max_sequences: int
 ) -> tuple[list[list[int]], SamplingParams]:
-    """Returns prompts and rules, which a program may have passed as any type."""
+    """Validates prompts and rules, which a program may have passed as any type."""
     sampling = SamplingParams() if sampling is None else sampling
     if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
         raise ValueError(f"prompts are of type {type(prompts).__name__}, but must be a list of rows of token ids")
-    found = [token_ids(prompt, f"prompt {number}", vocab_size).tolist() for number, prompt in enumerate(prompts)]
-    if [] in found:
-        raise ValueError(f"prompt {found.index([])} has no token, but needs at least one to continue from")
+    checked = [token_ids(prompt, f"prompt {number}", vocab_size).tolist() for number, prompt in enumerate(prompts)]
+    if [] in checked:
+        raise ValueError(f"prompt {checked.index([])} has no token, but needs at least one to continue from")
     if not isinstance(sampling, SamplingParams):
         raise ValueError(f"sampling is of type {type(sampling).__name__}, but must be SamplingParams(...)")
     if (whole_number(max_sequences) or 0) < 1:
         raise ValueError(f"max_sequences is {max_sequences!r}, but must be a whole number of at least 1")
     num_likeliest = min(sampling.num_likeliest, vocab_size)
-    return found, replace(sampling, num_likeliest=num_likeliest)
+    return checked, replace(sampling, num_likeliest=num_likeliest)
 
 
 def _completion(rows: list[list[float]], sampling: SamplingParams) -> Completion:
-    """Returns an answer from rows of numbers, one per token: the token, its log-probability, and the likeliest ones."""
+    """Builds an answer from rows of numbers, one per token: the token, its log-probability, and the likeliest ones."""
     ids = [int(row[0]) for row in rows]
     if -1 in ids:
         error = NumericError(
@@ -153,7 +153,7 @@ def _completion(rows: list[list[float]], sampling: SamplingParams) -> Completion
 
 
 class _Replies:
-    """Answers of one replica."""
+    """Generates the answers of one replica."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class _Replies:
         sampling: SamplingParams,
         num_sequences: int,
     ) -> None:
-        """Takes the prompts of the replica by their numbers among all, and the most answers in progress."""
+        """`prompts` are the replica's, by their numbers among all; `num_sequences` is the most answers in progress."""
         self._model, self._groups, self._prompts, self._sampling = model, groups, prompts, sampling
         self._waiting = deque(prompts)
         self._free = deque(range(num_sequences))
@@ -174,13 +174,13 @@ class _Replies:
         """Pieces of each pass: number of the prompt, position of the first token, number of tokens."""
 
     def go_on(self) -> bool:
-        """Says whether this replica runs another pass; with expert parallelism, as long as any replica needs one."""
+        """Says whether this replica runs another pass; with expert parallelism, whether any replica needs one."""
         is_missing = bool(self._waiting or self._active)
         return any_rank(is_missing, self._groups.device) if self._groups.layout.ep > 1 else is_missing
 
     def run_pass(self) -> None:
-        """Begins answers if there is room, else continues all by one token."""
-        fresh = self._begun()
+        """Begins answers if the cache has room, else continues all by one token."""
+        fresh = self._begin_answers()
         current = fresh or self._active
         pieces = [self._unread(answer) for answer in current]
         self._passes.append(
@@ -190,22 +190,22 @@ class _Replies:
         logits = self._model.next_logits(pieces, of_prompts=bool(fresh) or not current)
         if not current:
             return
-        # all as float64, which holds every id: one broadcast
+        # ids as float64 as well, which is exact: one broadcast for all
         drawn = torch.empty(
             2 + 2 * self._sampling.num_likeliest, len(current), dtype=torch.float64, device=self._groups.device
         )
         if logits is not None:
-            places = [TokenPlace(each.number, len(each.ids)) for each in current]
-            tokens, likely = choose(logits, places, self._sampling)
+            positions = [TokenPosition(answer.number, len(answer.ids)) for answer in current]
+            tokens, likely = choose(logits, positions, self._sampling)
             drawn = torch.cat((tokens.double()[None], likely[None], *_likeliest_rows(logits, self._sampling)))
         self._model.from_last_stage(drawn)
         self._take(current, drawn.t().tolist())
 
     def write_choice(self, table: Tensor, number: int, first: int, chosen: Tensor) -> None:
-        """Writes the choice of a pass into the table [prompts, tokens, k]; see `RecordedChoices`."""
+        """Writes the experts of pass `number` into the table [prompts, tokens, k]; see `RecordedChoices`."""
         begin = 0
         for answer, start, count in self._passes[number]:
-            # the part of the piece for which this tensor-parallel rank has chosen
+            # the part of the piece whose experts this tensor-parallel rank chose
             one, end = max(begin, first), min(begin + count, first + len(chosen))
             if one < end:
                 table[answer, start + one - begin : start + end - begin] = chosen[one - first : end - first, 0]
@@ -217,8 +217,8 @@ class _Replies:
             return PassTokens(answer.sequence, 0, self._prompts[answer.number])
         return PassTokens(answer.sequence, answer.prompt_length + len(answer.ids) - 1, answer.ids[-1:])
 
-    def _begun(self) -> list[_Answer]:
-        """Takes the prompts that begin with this pass."""
+    def _begin_answers(self) -> list[_Answer]:
+        """Takes waiting prompts for this pass, as many as the cache and the pass have room for."""
         begun: list[_Answer] = []
         num_tokens = 0
         while self._waiting and self._free and num_tokens < _PROMPT_TOKENS_OF_A_PASS:
@@ -241,16 +241,16 @@ class _Replies:
 
 
 def _likeliest_rows(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, ...]:
-    """Returns tokens and log-probabilities, [num_likeliest, answers] float64 each, if any are wanted."""
+    """Returns tokens and log-probabilities, [num_likeliest, answers] float64 each; empty if not requested."""
     if sampling.num_likeliest == 0:
         return ()
-    found = log_probs(logits, sampling).topk(sampling.num_likeliest, dim=-1)
-    return found.indices.t().double(), found.values.t()
+    top = log_probs(logits, sampling).topk(sampling.num_likeliest, dim=-1)
+    return top.indices.t().double(), top.values.t()
 
 
 @dataclass(frozen=True)
-class TokenPlace:
-    """Position of a token that is drawn."""
+class TokenPosition:
+    """Position of a token to draw."""
 
     answer: int
     """Number of the answer's prompt, from 0."""
@@ -258,26 +258,26 @@ class TokenPlace:
     """Number of the token in the answer, from 0."""
 
 
-def choose(logits: Tensor, places: Sequence[TokenPlace], sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, positions: Sequence[TokenPosition], sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     """Draws the next token of each row of logits, [rows, vocab_size] float32, finite or -inf.
 
     Returns:
-        Tokens, [rows] int64, and their log-probabilities in nats, [rows] float64; see `log_probs`. A row with nan, or
-            with nothing but -inf, gives token -1.
+        Tokens, [rows] int64, and their log-probabilities in nats, [rows] float64; see `log_probs`. The token is -1 if a
+            row has nan or only -inf.
     """
     values = logits.double()
     shares = None if sampling.temperature == 0 else _shares(values, sampling)
     if shares is None:
         tokens = values.argmax(-1)  # the first of equals
     else:
-        # in the order of the vocabulary: if sorted, two probabilities that differ by rounding could swap places
+        # in the order of the vocabulary: sorting could swap two probabilities that differ by rounding
         sums = _running_sums(shares)
-        numbers = [uniform(sampling.seed, place) for place in places]
+        numbers = [uniform(sampling.seed, position) for position in positions]
         draws = torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(-1) * sums[:, -1:]
         # `right`: a token of probability 0 is never drawn, not even by the number 0
         tokens = torch.searchsorted(sums, draws, right=True).squeeze(-1).clamp_max(logits.shape[-1] - 1)
-    found = _log_probs(values, shares, sampling).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return torch.where(found.isfinite(), tokens, -1), found
+    drawn = _log_probs(values, shares, sampling).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return torch.where(drawn.isfinite(), tokens, -1), drawn
 
 
 def log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
@@ -305,15 +305,15 @@ def _shares(values: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def _scaled(values: Tensor, sampling: SamplingParams) -> Tensor:
-    # the largest becomes 0, which no temperature, however small, makes infinite
+    # the largest becomes 0, which stays finite for any temperature
     return (values - values.amax(-1, keepdim=True)) / sampling.temperature
 
 
 def _likeliest(shares: Tensor, sampling: SamplingParams) -> Tensor:
     """Sets the probability of excluded tokens to 0, [rows, vocab_size]; rows need not sum to 1.
 
-    `top_k` is applied first, then `top_p` to the rest, as in transformers and vLLM; the token that reaches top_p is
-    included.
+    `top_k` is applied first, then `top_p` to the remaining tokens, as in transformers and vLLM; the token that reaches
+    top_p is included.
 
     Source: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, arXiv 1904.09751, section 3.1.
     """
@@ -326,14 +326,14 @@ def _likeliest(shares: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def _running_sums(values: Tensor) -> Tensor:
-    # torch refuses to add them on a GPU in a deterministic run
+    # on a GPU, torch has no deterministic cumsum
     where = values.cpu() if torch.are_deterministic_algorithms_enabled() else values
     return where.cumsum(-1).to(values.device)
 
 
-def uniform(seed: int, place: TokenPlace) -> float:
-    """Returns a number in [0, 1), uniformly distributed over places."""
-    content = struct.pack("<QQQ", seed, place.answer, place.token)
+def uniform(seed: int, position: TokenPosition) -> float:
+    """Returns a number in [0, 1), uniformly distributed over positions."""
+    content = struct.pack("<QQQ", seed, position.answer, position.token)
     digest = hashlib.blake2b(content, digest_size=8).digest()
     # 53 bits, which a float holds exactly
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -71,7 +71,7 @@ def test_a_run_goes_on_over_the_borders_of_its_curriculum(
     with notice:
         code, _, errors = finished(start(command(*data, past, CONSENT, run="changed")))
     assert code == notice.exit_code, errors
-    assert "give steps 1 to 3, which " in errors
+    assert "change the data of steps 1 to 3, which " in errors
     assert "as a blend of data.curriculum with from_step=3 or more" in errors
     code, output, errors = finished(start(command(*data, other, CONSENT, run="changed")))
     assert code == 0, errors

@@ -160,7 +160,7 @@ def test_ranks_agree_on_what_they_read(pool: Pool, notice: Notice) -> None:
     with notice:
         found = pool.run(inputs_ranks.agree, layout, {0: {key: "a"}, 1: {key: "b"}})
     (text,) = set(found)
-    assert "loss.function on rank 1 differs from that on rank 0 (fingerprint b, not a)" in text
+    assert "loss.function differs between rank 1 and rank 0 (fingerprint b, not a)" in text
     assert notice.exit_code == 3
 
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mtrain.training.sampling.params import SamplingParams
-from mtrain.training.sampling.sampler import TokenPlace, choose, log_probs, uniform
+from mtrain.training.sampling.sampler import TokenPosition, choose, log_probs, uniform
 from tests.messages import refuses
 
 LOGITS = torch.tensor([1.5, -0.3, 0.9, float("-inf"), 2.2, 0.0, -1.0, 2.1])
-MANY = [TokenPlace(answer, token) for answer in range(50) for token in range(100)]
+MANY = [TokenPosition(answer, token) for answer in range(50) for token in range(100)]
 
 
 def drawn(sampling: SamplingParams) -> torch.Tensor:

@@ -15,7 +15,7 @@ from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.hf.configuration import load_config
 from mtrain.training.sampling.params import SamplingParams
-from mtrain.training.sampling.sampler import Completion, TokenPlace, choose
+from mtrain.training.sampling.sampler import Completion, TokenPosition, choose
 from tests.config.samples import config as small
 from tests.hf.folders import save
 from tests.parity.families import HYBRID, MAMBA
@@ -150,7 +150,7 @@ def test_sampled_answers_are_those_without_a_cache(
     (logits,) = pool.run(sampling_ranks.without_cache, Layout(), configured(folders["gemma3"], {}), sequences)
     for number, (prompt, ours, rows) in enumerate(zip(PROMPTS, warm, logits, strict=True)):
         behind = torch.from_numpy(rows[len(prompt) - 1 : -1])
-        tokens, likely = choose(behind, [TokenPlace(number, token) for token in range(NEW)], WARM)
+        tokens, likely = choose(behind, [TokenPosition(number, token) for token in range(NEW)], WARM)
         assert tokens.tolist() == ours.token_ids
         np.testing.assert_allclose(ours.log_probs, likely, rtol=0, atol=2e-5)
 
@@ -183,7 +183,7 @@ def test_states_of_a_hybrid_give_the_answers_without_a_cache(
     (logits,) = pool.run(sampling_ranks.without_cache, Layout(), small(**model), sequences)
     for number, (prompt, answer, rows) in enumerate(zip(PROMPTS, ours, logits, strict=True)):
         after = torch.from_numpy(rows[len(prompt) - 1 : -1])
-        tokens, likely = choose(after, [TokenPlace(number, token) for token in range(NEW)], WARM)
+        tokens, likely = choose(after, [TokenPosition(number, token) for token in range(NEW)], WARM)
         assert tokens.tolist() == answer.token_ids
         np.testing.assert_allclose(answer.log_probs, likely, rtol=0, atol=2e-5)
 
