@@ -251,7 +251,7 @@ def with_adapters_off(groups: Groups, config: Config, batch: Batch) -> dict[str,
             found["on"] = _scores(engine, batch)
             with engine.adapters_off():
                 found["off"] = _scores(engine, batch)
-                with pytest.raises(RuntimeError, match="nothing to learn"):
+                with pytest.raises(RuntimeError, match="nothing to train"):
                     engine.forward_backward(batch)
             found["on again"] = _scores(engine, batch)
         with Engine(config.model_copy(update={"adapter": None})) as engine:
