@@ -312,8 +312,7 @@ class Engine(Turns):
         self.step, self._total_tokens, *_ = load_from(Path(path), model, inputs)
 
     def _inputs(self) -> dict[str, str]:
-        """Returns the fingerprints of inputs that determine results besides samples and weights, by configuration
-        key."""
+        """Returns the fingerprints of inputs that decide results besides samples and weights, by configuration key."""
         return {**self._sources, **of_teacher(self._built().teacher)}
 
     def export_hf(self, folder: Path | str) -> None:

@@ -155,8 +155,7 @@ class Activations:
         return self.config.train.device == "cpu"
 
     def chunks_in_flight(self, pp_rank: int) -> int:
-        """Returns the largest number of forward passes whose backward pass has not run: the schedule's warm-up and one
-        more."""
+        """Returns the most forward passes whose backward pass has not run: the schedule's warm-up and one more."""
         layout, num = self.layout, most_microbatches(self.config, self.layout)
         if layout.vpp == 1:
             return min(layout.pp - pp_rank, num)
@@ -252,8 +251,7 @@ class Activations:
         return count * size + capped + max(count * FP32_BYTES, learned * table * size) + copied * table * size
 
     def _frozen_table(self) -> tuple[int, int]:
-        """Returns (gradients, copies) of the output layer's table in a microbatch; a low-rank pair next to it adds one
-        of each."""
+        """Returns (gradients, copies) of the output layer's table in a microbatch; a low-rank pair adds one of each."""
         config = self.config
         assert config.adapter is not None, "only called with frozen weights"
         if learns_output(config.model, config.adapter):  # trained tables are never narrow

@@ -76,8 +76,7 @@ def learns_output(model: ModelSection, adapter: AdapterSection) -> bool:
 
 
 def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:
-    """Counts the trained parameters of a model with adapters, including fully trained ones, without vocabulary
-    padding."""
+    """Counts trained parameters of a model with adapters, including fully trained ones, without vocabulary padding."""
     learned = head_elements(model) + len(_learned_tables(model, adapter)) * model.vocab_size * model.hidden_size
     learned += _learned_norms(model, adapter, range(model.num_layers), is_last=True).total
     return sum(matrix.parameters(adapter).total for matrix in all_matrices(model, adapter)) + learned

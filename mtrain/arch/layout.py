@@ -170,8 +170,7 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
 
 
 def microbatches_come_in(config: Config) -> int:
-    """Returns the group size that must divide a packed step's number of microbatches, for interleaved schedules; 1
-    otherwise."""
+    """Returns the group size that must divide a packed step's number of microbatches, if interleaved; 1 otherwise."""
     if config.layout.vpp == 1:
         return 1
     group = config.model.megatron.get(_GROUP_KEY)
@@ -179,8 +178,7 @@ def microbatches_come_in(config: Config) -> int:
 
 
 def most_microbatches(config: Config, layout: Layout) -> int:
-    """Returns the largest number of forward passes of a data-parallel rank in a step; each packed sample may need its
-    own row."""
+    """Returns the most forward passes of a data-parallel rank in a step; each packed sample may need its own row."""
     train = config.train
     if config.data.packing is None:
         return layout.num_microbatches(config.sequences_per_step, train.micro_batch_size)

@@ -43,8 +43,7 @@ class MemoryEstimate:
     host_bytes: int = 0
     """Pinned host memory for offloaded activations and moments; not in the total."""
     adapter_bytes: int = 0
-    """Part of weights, gradients and optimizer that belongs to the adapter; each further adapter of this shape needs as
-    much."""
+    """Part of weights, gradients and optimizer that belongs to the adapter; another of this shape needs as much."""
 
     @property
     def total_bytes(self) -> int:
@@ -153,6 +152,5 @@ def _moments_at_once(moved: int, largest: int) -> int:
 
 
 def _update_bytes(state_elements: int, largest: int) -> int:
-    """Returns the bytes of a copy of one parameter's gradient, which some optimizers make (clipping and fused AdamW do
-    not)."""
+    """Returns the bytes of a copy of one gradient, which some optimizers make (clipping and fused AdamW do not)."""
     return FP32_BYTES * min(largest, state_elements)

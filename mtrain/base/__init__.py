@@ -1,2 +1,1 @@
-"""Foundations of every package: errors, files, signals, the environment. Imports neither torch nor the
-configuration."""
+"""Foundations of every package: errors, files, signals, environment. Imports neither torch nor the configuration."""

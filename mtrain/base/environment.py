@@ -163,8 +163,7 @@ def _port_of_step(environ: Mapping[str, str]) -> int:
 
 
 def _is_batch_script(environ: Mapping[str, str]) -> bool:
-    """Says whether this process is an sbatch script: a single process, although it sees SLURM_PROCID=0 and the job's
-    task count."""
+    """Says whether this process is an sbatch script: a single process, although it sees the job's task count."""
     return environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
 
 
@@ -188,8 +187,7 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
 
 
 def _first_node(environ: Mapping[str, str]) -> str:
-    """Returns the first node of Slurm's list (`n[003-005,9]-ib,m1` -> `n003-ib`), otherwise the node that called
-    srun."""
+    """Returns the first node of Slurm's list (`n[003-005,9]-ib,m1` -> `n003-ib`), else the node that called srun."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environ.get(name):
             first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", environ[name])

@@ -74,8 +74,7 @@ class Beat:
     call: str | None = None
     """Collective or message that the rank waits for, with its count on this rank; None if it waits for none."""
     calls: int = 0
-    """Number of collectives and messages that the rank has waited for, including the current one; 0 in the run
-    folder."""
+    """Collectives and messages that the rank has waited for, including the current one; 0 in the run folder."""
     last_call: str | None = None
     """Last collective or message; None before the first, and in the run folder."""
 

@@ -157,8 +157,7 @@ def release_beyond_bounds() -> str | None:
 
 
 def _is_certified() -> bool:
-    """Says whether any certificate is for the installed releases; mtrain/core/layers/certified.py checks the
-    details."""
+    """Says whether any certificate is for the installed releases; mtrain/core/layers/certified.py checks details."""
     here, names = program_versions(), ("megatron-core", "transformer-engine")
     with suppress(MachineError):  # without a home folder no certificate exists
         return any(

@@ -173,8 +173,7 @@ def hold_stop_signals() -> None:
 
 
 def ignore_stop_signals() -> None:
-    """Ignores stop signals at the end of the program, when everything is saved and the interpreter drops its
-    handlers."""
+    """Ignores stop signals at the end of the program, when all is saved and the interpreter drops its handlers."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
@@ -14,11 +15,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mtrain.base.spelling import meant
-from mtrain.cli.examples import EXAMPLES
 
 if TYPE_CHECKING:
     from mtrain.config import Config
 
+EXAMPLES: dict[str, str] = tomllib.loads(Path(__file__).with_name("examples.toml").read_text(encoding="utf-8"))
+"""Verb or subcommand -> a shell line that calls it."""
 ConfigArguments = Annotated[
     list[str],
     typer.Argument(

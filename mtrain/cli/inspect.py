@@ -119,8 +119,7 @@ def data(
     step: Annotated[int | None, typer.Option(min=1, help="List the samples of one step.")] = None,
     source: Annotated[str | None, typer.Option(help="Path of the only source of data.train to list.")] = None,
 ) -> None:
-    """Lists the samples that a run trained, by source and epoch or of one step, and whether any was repeated or
-    lost."""
+    """Lists a run's samples, by source and epoch or of one step, and whether any was repeated or lost."""
     with one_message():
         from mtrain.data.ledger import Ledger  # loads numpy
         from mtrain.runs.folder import RunFolder

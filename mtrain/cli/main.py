@@ -9,8 +9,7 @@ from typer.main import get_command
 
 from mtrain.base.log import show_lines
 from mtrain.base.version import __version__
-from mtrain.cli.arguments import SectionedCommand, Verbs
-from mtrain.cli.examples import EXAMPLES
+from mtrain.cli.arguments import EXAMPLES, SectionedCommand, Verbs
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,7 @@ def plan(
 
 
 def _read_models(models: list[str], seq_length: int | None, global_batch_size: int | None) -> "MergedContent":
-    """Reads YAML files, overrides and options; Hugging Face folders become model.hf, config.json files the
-    architecture."""
+    """Reads YAML, overrides and options; Hugging Face folders become model.hf, config.json files the architecture."""
     from mtrain.config.load import MergedContent, read_merged
 
     paths, overrides = split_arguments(models)

@@ -70,8 +70,7 @@ def _compiled(function: Callable[..., Any], backend: str | Callable[..., Any]) -
 
 @torch.no_grad()
 def add_product(inputs: Tensor, output_gradients: Tensor, total: Tensor) -> None:
-    """Adds output_gradients^T inputs, the gradient of a weight, to its total, [out, in] in at least float32, in
-    place."""
+    """Adds output_gradients^T inputs, the gradient of a weight, to its total, [out, in], at least float32, in place."""
     if inputs.dtype == total.dtype:
         total.addmm_(output_gradients.t(), inputs)
     elif inputs.device.type == "cuda":

@@ -245,8 +245,7 @@ class Ledger:
         return sorted(step for step, entries in self.steps.items() if entries[0].skipped)
 
     def epochs(self) -> list[EpochTotals]:
-        """Sums up every epoch of every source, in order of their beginnings; after a change of data, counting
-        restarts."""
+        """Sums up every epoch of every source, in order of beginning; after a change of data, counting restarts."""
         parts: dict[tuple[int, int, int], list[SourceEntry]] = {}
         starts: dict[int, StartEntry] = {}
         began = self._first_starts()
@@ -259,8 +258,7 @@ class Ledger:
         return [self._totals(starts[key[0]], key, entries, parts.keys(), unread) for key, entries in parts.items()]
 
     def _first_starts(self) -> dict[int, int]:
-        """Returns start -> the first start with the same data; blends or windows that neither has reached may
-        differ."""
+        """Returns start -> first start with the same data; blends or windows that neither has reached may differ."""
         first_starts: dict[int, int] = {}
 
         def until(start: int, one: int) -> str:

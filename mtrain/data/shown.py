@@ -105,8 +105,7 @@ def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None
 
 
 def _weight(sample: Sample, compares: Literal["pairs", "answers"] | None) -> float:
-    """Returns the weight of a sample in the denominator: a pair counts once, KTO's mismatched sequences do not
-    count."""
+    """Returns a sample's weight in the denominator: a pair counts once, KTO's mismatched sequences do not count."""
     role = None if sample.member is None else sample.member.role
     return 0.0 if role == "mismatched" or (role == "rejected" and compares == "pairs") else sample.weight
 

@@ -38,8 +38,7 @@ NextEpoch = Callable[[int], int | None]
 """Number of a sample -> number of the first later sample that must not be in the same window, or None."""
 
 _ROW_ORDER = 2
-"""Part of the key that separates the permutation of rows from those of samples and documents, which have the same
-seed."""
+"""Part of the key that separates the permutation of rows from those of samples and documents, of the same seed."""
 _WINDOWS_KEPT = 4
 
 
@@ -61,8 +60,7 @@ class SampleStream(Protocol):
     def locate(self, g: int) -> SamplePosition: ...
 
     def next_epoch(self, g: int) -> int | None:
-        """Returns the first sample after g whose source has finished the epoch that it was in at g; None for endless
-        sources."""
+        """Returns the first sample after g whose source has finished its epoch at g; None for endless sources."""
 
     @property
     def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
@@ -206,8 +204,7 @@ def windows_in(fingerprint: str) -> Windows | None:
 
 
 def known_until(fingerprint: str, step: int) -> str:
-    """Cuts a fingerprint down to what decides the samples up to `step` updates: without windows that begin after
-    them."""
+    """Cuts a fingerprint to what decides the samples up to `step` updates: without windows that begin after them."""
     windows = windows_in(fingerprint)
     return fingerprint if windows is None else _WINDOWS.sub("", fingerprint) + shown(windows.until(step))
 

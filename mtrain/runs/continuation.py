@@ -49,8 +49,7 @@ _TEMPLATE = "data.chat_template"
 TEACHER = "loss.teacher.checkpoint"
 """Key of weights that may move: a checkpoint has their fingerprint."""
 REFERENCE = "loss.reference"
-"""Key of weights that may move: the run folder has their fingerprint, and the data's fingerprint covers their
-scores."""
+"""Key of weights that may move: the folder has their fingerprint, and the data's fingerprint covers their scores."""
 _SOURCES = ("data.train", "data.curriculum")
 """Keys of sources whose paths may change: the data's fingerprint identifies their content."""
 _SOURCE_DEFAULTS = {
@@ -187,8 +186,7 @@ def _default(key: str) -> Any:
 
 
 def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder: Path, newest_step: int) -> None:
-    """Refuses changed learning rates; the configurations may differ only in train.num_steps and
-    optimizer.decay_steps."""
+    """Refuses changed learning rates; configurations may differ only in train.num_steps and optimizer.decay_steps."""
     optimizer, num_steps = config.optimizer, config.train.num_steps
     if optimizer.decay == "none":
         return

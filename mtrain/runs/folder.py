@@ -31,8 +31,7 @@ class _Inside:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run's files, and methods that read and write them; every rank may have one, but only one rank
-    writes."""
+    """Paths of a run's files, and how to read and write them; every rank may have one, but only one rank writes."""
 
     path: Path
 
@@ -85,8 +84,7 @@ class RunFolder:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def probe(self) -> None:
-        """Checks that the folders can be written; call it after `locked` has removed leftovers, which may fill the
-        disk."""
+        """Checks that folders can be written; call it after `locked` has removed leftovers, which may fill the disk."""
         with disk_faults(f"write the run folder {self.path}"):
             for folder in self._written_to:
                 probe = folder / f".probe-{secrets.token_hex(4)}"

@@ -243,8 +243,7 @@ _NUM_STEPS = 1000
 
 
 class StartAccount:
-    """Account of the current start, which rank 0 updates inside the `with` block; at its end rank 0 prints the
-    goodput."""
+    """Account of the current start, which rank 0 updates inside `with`; at its end rank 0 prints the goodput."""
 
     def __init__(self, folder: Path, number: int, rank: int, world_size: int) -> None:
         self._folder, self._is_writer = folder, rank == 0

@@ -230,8 +230,7 @@ def _number_in(owner: str) -> int:
 
 
 _locked_descriptors: set[int] = set()
-"""Descriptors of held locks, which forked children close; a child that outlives its parent would keep the folder
-locked."""
+"""Descriptors of held locks, which forked children close; a child that outlives its parent would keep it locked."""
 
 
 def _release_in_child() -> None:

@@ -167,8 +167,7 @@ class SlowRanks:
         self._reported: set[int] = set()
 
     def noted(self, record: StepRecord, waited_s: float) -> StepRecord:
-        """Counts a step of this rank, which waited `waited_s` for others; returns its record with a slow rank, if
-        any."""
+        """Counts this rank's step, which waited `waited_s` for others; returns its record with a slow rank, if any."""
         record = replace(record, waited_seconds=waited_s)
         if not self._watch.slow_rank_percent:
             return record
@@ -229,8 +228,7 @@ class LedgerSink:
 
 
 def open_sinks(run: Run, folder: RunFolder, lock: RunLock, life: Life) -> Sinks:
-    """Opens the sinks of this rank, and removes what an earlier start wrote after the start step. Collective over the
-    world."""
+    """Opens this rank's sinks, removing what an earlier start wrote after the start step. Collective over the world."""
     config, start = run.model.config, run.start_step
     metrics, num_steps = config.metrics, config.train.num_steps
     on_first_rank(lambda: refuse_missing(metrics.trackers))

@@ -244,8 +244,7 @@ def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
 
 
 def _certificate(config: Sections, device: torch.device) -> dict[str, str]:
-    """Returns the certificate of `mtrain verify backend` that decides between layers, if any, and other choices of
-    layers."""
+    """Returns the certificate of `mtrain verify backend` that decides between layers, if any, and other choices."""
     result = finding(config, device, candidate_of(config))
     named = {} if result.comparison is None or config.model.backend == "torch" else {"certificate": result.certificate}
     return named | ({"delta_rule": "flash-linear-attention"} if chosen_backend(config, device) == "fla" else {})

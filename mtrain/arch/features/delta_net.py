@@ -97,8 +97,7 @@ class GatedDeltaNet(LayerPart):
         return (net.num_value_heads * per_value_head + net.num_key_heads * per_key_head) // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Makes heads small, with different sizes of keys and values; keeps the ratio of value to key heads, up to
-        two."""
+        """Makes heads small, keys and values of different sizes; keeps the ratio of value to key heads, up to two."""
         if model.delta_net is None:
             return {}
         net = model.delta_net

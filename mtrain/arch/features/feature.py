@@ -165,8 +165,7 @@ class Feature:
     """One feature of a model; contributions that a class does not define are zero."""
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
-        """Names the keys that TransformerEngine's layers do not support, as the user writes them; None if they support
-        all."""
+        """Names the keys that TransformerEngine's layers lack, as the user writes them; None if they support all."""
         return None
 
     def needs_certificate(self, model: ModelSection) -> str | None:

@@ -131,8 +131,7 @@ def slurm(arguments: ConfigArguments, options: JobOptions) -> None:
 
 
 def _submitted(submission: "Submission", service: "ServiceOptions | None") -> str:
-    """Writes and submits the job; prints differences from the last submission, and warnings. Returns the job's
-    number."""
+    """Writes and submits the job; prints changes since the last submission, and warnings. Returns the job's number."""
     from mtrain.launch.slurm.submit import submit
     from mtrain.serve.checked import make_token
 

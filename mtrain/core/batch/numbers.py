@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 
 def whole_number(value: Any) -> int | None:
-    """Returns an integer of Python, numpy or a 0-dimensional tensor as an int; None for anything else, such as a
-    boolean or a float."""
+    """Returns an integer of Python, numpy or a 0-dimensional tensor; None for anything else, such as a boolean."""
     if type(value) is int:
         return value
     # True is an int in Python, and a tensor of one element can convert to its element

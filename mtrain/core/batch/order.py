@@ -285,8 +285,7 @@ class SampleOrder:
         return SamplePosition(source, epoch, permuted(turn, self.sizes[source], key))
 
     def locate_all(self, numbers: NDArray[np.int64]) -> Iterator[SamplesOfEpoch]:
-        """Yields the positions of many samples, one item per source and epoch; a hundred times faster than `locate` for
-        each."""
+        """Yields the positions of many samples, one item per source and epoch; 100 times faster than `locate`."""
         sources, counts = self._dealer.locate_all(numbers)
         for source in np.unique(sources).tolist():
             positions = np.flatnonzero(sources == source)

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class LossPair:
-    """This rank's partial sums of one term. Pairs add, with (0, 0) as zero; a pair unpacks into numerator and
-    denominator."""
+    """This rank's partial sums of one term. Pairs add, from (0, 0); a pair unpacks into numerator and denominator."""
 
     numerator: Tensor
     """Sum over this rank's tokens of weight x loss, in nats; float32 scalar with a graph."""

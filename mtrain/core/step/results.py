@@ -18,8 +18,7 @@ class ForwardResult:
     log_probs: list[Tensor]
     """Log-probabilities of input_ids[1:] for each sample, [len(input_ids) - 1], masked tokens included."""
     entropy: list[Tensor]
-    """Entropies of the distributions that predicted input_ids[1:] for each sample, [len(input_ids) - 1]; empty if not
-    requested."""
+    """Entropies of predictions of input_ids[1:] for each sample, [len(input_ids) - 1]; empty if not requested."""
     routed_experts: list[Tensor] = field(default_factory=list)
     """Experts of input_ids[:-1] of each sample, [len(input_ids) - 1, layers, top_k] int32, for `Datum.routed_experts`;
     -1 in dense layers. Empty if not requested."""

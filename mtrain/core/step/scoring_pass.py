@@ -170,8 +170,7 @@ def _local_scores(log_probs: Tensor, batch: Microbatch) -> Tensor:
 
 
 def _local_table(batches: Sequence[Microbatch], size: int) -> Tensor:
-    """Returns the table, [size, columns] on the CPU, with all facts of this rank's sequences but their scores; 0
-    elsewhere."""
+    """Returns the table, [size, columns] on the CPU, with this rank's sequences without scores; 0 elsewhere."""
     table = torch.zeros(size, len(_COLUMNS), dtype=torch.float64)
     for batch in batches:
         for placed in _members(batch):

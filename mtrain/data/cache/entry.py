@@ -306,8 +306,7 @@ class EntryFacts:
         self._file_starts: list[int] = []
 
     def first_of_file(self, chunk: EncodedChunk) -> int:
-        """Returns the number of records before the chunk's file; a file without records begins where the next one
-        does."""
+        """Returns the number of records before the chunk's file; one without records begins where the next one does."""
         while len(self._file_starts) <= chunk.file:
             self._file_starts.append(self.num_records)
         return self._file_starts[chunk.file]

@@ -60,8 +60,7 @@ class FileContent:
 
 
 def content_of(path: Path, memory: Path, reads_all: bool) -> FileContent:
-    """Returns a file's state and digest; remembers the digest in the folder `memory` if that is safe and the folder can
-    be written."""
+    """Returns a file's state and digest; remembers the digest in the folder `memory` if safe and writable."""
     state = _state_of(path)
     note = memory / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()}.json"
     if not reads_all and (known := _remembered(note, state)) is not None:

@@ -31,8 +31,7 @@ class Conversation:
     """A checked record of messages."""
 
     messages: list[dict[str, Any]]
-    """Messages as the template reads them, without null values and weights. A content is a text or a list of text
-    parts."""
+    """Messages as a template reads them, without nulls and weights. A content is a text or a list of text parts."""
     tools: list[Any] | None
     variables: dict[str, Any]
     """Switches of the template, such as enable_thinking."""

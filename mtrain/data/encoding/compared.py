@@ -119,8 +119,7 @@ def _number(label: object) -> float:
 
 
 class PreferenceEncoder:
-    """Encodes a record as a chosen and a rejected sequence, or as one answer, with a negative weight if it is
-    unwanted."""
+    """Encodes a record as a chosen and a rejected sequence, or as one answer, with a negative weight if unwanted."""
 
     def __init__(
         self, encoder: RecordEncoder, compares: Literal["pairs", "answers"], ignored: Set[str], is_judged: bool = False

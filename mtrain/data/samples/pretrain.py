@@ -95,8 +95,7 @@ class PretrainDataset:
         return permutation(count, key_of(_DOCUMENT_ORDER, *self._shuffle_key, epoch))
 
     def _build_stream(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the documents in the epoch's order, [n], and where each begins in the stream, [n + 1]; 16 bytes a
-        document."""
+        """Returns the documents in the epoch's order, [n], and their starts in the stream, [n + 1]; 16 bytes each."""
         order = self.document_order(epoch)
         starts = np.zeros(len(order) + 1, np.int64)
         np.cumsum(self._lengths[order], out=starts[1:])
@@ -105,8 +104,7 @@ class PretrainDataset:
     def _read(
         self, order: NDArray[np.int64], starts: NDArray[np.int64], first: int, last: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns tokens first ... last - 1 of the stream, and the positions in them at which new documents begin
-        (never 0)."""
+        """Returns tokens first ... last - 1 of the stream, and the positions at which new documents begin (never 0)."""
         # right: skips empty documents that begin at `first`
         turn = int(np.searchsorted(starts, first, side="right")) - 1
         pieces: list[NDArray[np.int64]] = []

@@ -40,8 +40,7 @@ _SIDE_FOLDERS = ("additional_chat_templates",)
 
 
 def side_files(folder: Path) -> Iterator[Path]:
-    """Yields the paths inside the folder that conversions copy: tokenizer, chat templates, generation defaults,
-    licence."""
+    """Yields the paths in the folder that conversions copy: tokenizer, chat templates, generation defaults, licence."""
     for parent in (folder, *(folder / name for name in _SIDE_FOLDERS)):
         for file in sorted(parent.iterdir()) if parent.is_dir() else ():
             name = file.relative_to(folder)

@@ -37,8 +37,7 @@ def value_of(config: Mapping[str, Any], name: str, kind: type[T], default: T | N
 
 
 def needed_value(config: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
-    """Reads a field that must not be null; raises DataError if it is null, missing without a default, or has another
-    type."""
+    """Reads a field that must not be null; raises DataError if it is null, absent without a default, or mistyped."""
     value = value_of(config, name, kind, default)
     if value is None:
         reason = "is null" if name in config else "is missing"

@@ -411,8 +411,7 @@ def _called(call: Callable[[], Result], what: str, change: str) -> Result:
 
 
 def _check_prefix(path: Path, content: bytes) -> None:
-    """Refuses merges that lack the prefix, since the library strips it from each second part unchecked, and may
-    crash."""
+    """Refuses merges that lack the prefix, as the library strips it from each second part unchecked, and may crash."""
     if not _HAS_PREFIX.search(content):
         return
     try:

@@ -116,8 +116,7 @@ def stage_split(num_layers: int, pp: int, vpp: int) -> dict[str, int] | None:
 
 @functools.cache
 def _virtual_stages(num_layers: int, pp: int, may_interleave: bool) -> list[int]:
-    """Lists the possible numbers of virtual stages per rank; interleaving needs at least as many microbatches as
-    ranks."""
+    """Lists possible numbers of virtual stages per rank; interleaving needs at least as many microbatches as ranks."""
     max_vpp = num_layers // pp + 1 if pp > 1 and may_interleave else 1
     return [vpp for vpp in range(1, max_vpp + 1) if stage_split(num_layers, pp, vpp) is not None]
 

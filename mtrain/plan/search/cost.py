@@ -149,8 +149,7 @@ def step_mfu(work: Workload, seconds: float) -> float:
 
 
 def _stages(work: Workload) -> list[StepCost]:
-    """Predicts the cost of one microbatch, forward and backward, on every pipeline rank; layers of one kind cost the
-    same."""
+    """Predicts a microbatch's cost, forward and backward, on every pipeline rank; layers of one kind cost the same."""
     model, layout = work.config.model, work.layout
     kind_of_layer, counts_before = _kinds(model)
     costs = {kind: layer_cost(work, kind) for kind in counts_before}

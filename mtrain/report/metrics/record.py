@@ -82,8 +82,7 @@ class StepRecord:
     mfu: float | None = None
     """Model FLOPs utilisation, 0 to 1; None if the device's peak is unknown."""
     layout_dependent: bool = False
-    """Whether the run uses something that changes with the layout by definition, so its numbers hold only for this
-    layout."""
+    """Whether the run uses something that changes with the layout by definition, so its numbers hold for it only."""
     waited_seconds: float | None = None
     """Part of `seconds` in which the first rank's host waited for other ranks, on GPUs also for its device; None if not
     recorded."""

@@ -17,8 +17,7 @@ from mtrain.hf.tokenizer.tokenizer import Tokenizer
 Messages = Sequence[Mapping[str, Any]]
 """Conversation to answer; each message has `role` and `content`."""
 Record = dict[str, Any]
-"""Line of JSON with `prompt` (text or messages), or with `messages` and other keys of training data, such as
-`tools`."""
+"""Line of JSON with `prompt` (text or messages), or with `messages` and keys of training data, such as `tools`."""
 Prompt = str | Messages | Record
 """Text to continue, message of a user, or conversation."""
 

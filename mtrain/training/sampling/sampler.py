@@ -46,8 +46,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     """Reason for the end. stop: a stop token or `is_complete` ended the answer; length: it has max_new_tokens."""
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
-    """Likeliest tokens at each token's position with their log-probabilities, the likeliest first; empty if not
-    requested."""
+    """Likeliest tokens at each token's position with log-probabilities, the likeliest first; empty if not requested."""
     routed_experts: Tensor | None = field(default=None, compare=False)
     """Experts of the tokens of prompt and answer except the last, [tokens - 1, layers, top_k] int32 on the CPU, for
     `Datum.routed_experts`; -1 in dense layers. None if not requested."""

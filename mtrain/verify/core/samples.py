@@ -279,8 +279,7 @@ class HardBatch:
         return {name: drawn(name) for name in drawn_extras(self.config.loss)}
 
     def _experts(self, slot: int, size: int) -> NDArray[np.int64] | None:
-        """Draws experts that routers would not choose, some often and some seldom; in each layer, one token in four has
-        none."""
+        """Draws experts unlike a router's, some often and some seldom; in each layer, one token in four has none."""
         model = self.config.model
         if not self.choices or model.experts is None:
             return None

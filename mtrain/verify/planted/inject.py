@@ -4,8 +4,10 @@ Each occurred in a real trainer. The reference never has one, and only `--inject
 faults that only tests plant.
 """
 
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.spelling import meant
@@ -53,38 +55,7 @@ SLOW_LINK = Fault("slow-link", "delays messages from rank 0 to rank 1, which is 
 MACHINE_FAULTS = (DROPPED_ELEMENT, WRONG_SUM, SLOW_LINK)
 BACKEND_FAULTS = (Fault("missing-gradient", "gives the projection of the attention's output no gradient"),)
 
-TESTS = {
-    "planted/test_inject.py::test_every_fault_is_found_and_named": (
-        "dp-means cp-counts-again dp-size-in-denominator cp-scaled-loss dropped-microbatch "
-        "labels-shifted-after-slicing keys-in-rank-order hops-left-out clip-before-normalisation clamped-denominator "
-        "epsilon-in-denominator totals-in-half gradients-in-half "
-        "int32-weights dp-rank-not-reduced dropout-left-on vocabulary-padding-in-softmax local-side-term-denominators "
-        "norms-decayed norms-counted-per-tp-rank full-width-norm-by-tp-rank state-across-documents "
-        "state-dropped-at-parts decay-in-half-precision router-losses-shared-out expert-loads-per-rank "
-        "experts-left-out-of-norm depths-divided-by-main matrices-by-tp-rank matrices-fused"
-    ),
-    "planted/test_shared_faults.py::test_what_every_layout_shares_is_found": (
-        "last-token-masked masked-tokens-counted token-weights-squared sample-weights-ignored padding-counted "
-        "padding-by-token-id attention-ends-at-pad-id pad-id-hidden-from-routers loads-of-the-next-layer "
-        "labels-shifted-twice extras-not-shifted datum-weights-shifted datum-extras-shifted record-weights-shifted "
-        "record-extras-shifted sample-read-twice positions-not-restarted row-counted-as-sequence "
-        "label-of-the-next-sample router-balance-by-row tokens-ahead-across-documents sequence-mean-plus-one "
-        "square-root-left-out norm-length-off empty-sequences-confused side-terms-divided-by-main "
-        "smoothing-with-padding chunk-gradient-dropped window-off-by-one rope-base-off rotary-of-whole-heads "
-        "queries-of-one-temperature softmax-scale-off norm-epsilon-off router-losses-times-top-k "
-        "expert-scaling-ignored bias-correction-missing decay-not-times-rate rate-one-step-late warmup-off-by-one"
-    ),
-    "parity/test_adapters.py::test_every_fault_of_adapters_is_found": (
-        "adapter-gradient-times-tp adapter-gradient-not-reduced adapter-scale-dropped magnitude-by-tp-rank "
-        "frozen-weights-decayed saved-module-times-tp"
-    ),
-    "resume/test_run.py::test_every_fault_of_resuming_is_found_and_named": (
-        "run-step-off-by-one samples-restarted learning-rate-restarted adam-step-off-by-one adam-step-shared "
-        "main-weights-rounded stale-shard loss-scale-restarted random-states-not-restored records-kept"
-    ),
-    "preempt/test_run.py::test_what_a_stop_may_spoil_is_found": "record-repeated rate-changed",
-    "backend/test_run.py::test_wrong_layers_fail": "document-boundary dropped-window bf16-sums",
-}
+TESTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("tests.toml").read_text(encoding="utf-8"))
 """Tests below tests/verify, with the faults that they plant."""
 
 
