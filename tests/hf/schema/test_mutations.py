@@ -340,7 +340,7 @@ def test_every_field_of_transformers_is_in_the_tables(name: str) -> None:
 _GROWTH = {"factor": 4.0, "llama_4_scaling_beta": 0.1}
 FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported in a llama model"),
-    ("llama", {"sliding_window": 128}, "sliding_window=128: a llama model does not have"),
+    ("llama", {"sliding_window": 128}, "sliding_window=128 is not supported in a llama model"),
     ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types="),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
     ("qwen2", {"per_layer_config": {"0": {"hidden_size": 3}}}, "per_layer_config="),
@@ -360,7 +360,11 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
     ("nemotron-h", {"layers_block_type": ["moe", "conv"]}, "layers_block_type=['moe', 'conv'] must list"),
     ("nemotron-h", {"hybrid_override_pattern": "MEM-M"}, "hybrid_override_pattern has 5 layers ('MEM-M')"),
-    ("nemotron-h", {"hybrid_override_pattern": "ME*-X"}, "hybrid_override_pattern='ME*-X' must have a letter"),
+    (
+        "nemotron-h",
+        {"hybrid_override_pattern": "ME*-X"},
+        "hybrid_override_pattern='ME*-X' must have one of the letters",
+    ),
     ("nemotron-h", {"num_hidden_layers": 4}, "num_hidden_layers=4, which contradict each other"),
     ("nemotron-h", {"moe_latent_size": 8}, "moe_latent_size=8 is not supported"),
     ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not supported"),
