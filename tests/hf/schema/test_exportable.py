@@ -62,7 +62,7 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
     (
         "mixtral",
         ("model.experts.capacity_factor=1.0", "loss.allow_layout_dependent=true"),
-        "model.experts.capacity_factor=1.0 would be None",
+        "model.experts.capacity_factor=1.0 would become None",
     ),
 ]
 
