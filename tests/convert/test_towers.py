@@ -360,5 +360,5 @@ def test_weights_in_few_bits_are_refused(tmp_path: Path) -> None:
     save("gemma3-images", tmp_path / "theirs", max_shard_size="1GB")
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     store(tmp_path / "fp8", load_file(tmp_path / "theirs" / "model.safetensors"), config, "fp8", "whole")
-    with pytest.raises(DataError, match="is a gemma3 model in few bits; only plain weights"):
+    with pytest.raises(DataError, match="is a quantised gemma3 model, but models with images"):
         import_hf(tmp_path / "fp8", tmp_path / "ours", None, num_workers=1)
