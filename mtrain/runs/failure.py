@@ -249,7 +249,7 @@ def last_summary(run_dir: Path) -> str:
 
 
 def clear_summary(run_dir: Path) -> None:
-    """Removes the summary and the records of all but the last starts at a new start; raises OSError if the disk fails."""
+    """Removes the summary and the records of all but the last starts at a new start; raises OSError."""
     for name in ("failure.json", "failure.txt"):
         (run_dir / name).unlink(missing_ok=True)
     for old in sorted((run_dir / "failures").glob("start_*"))[:-_KEPT_STARTS]:
