@@ -31,8 +31,7 @@ LOGITS_AT_A_TIME = 2**26
 """Logits of an automatic chunk, if they hold more tokens: 256 MiB in float32."""
 
 LOGITS_AT_A_TIME_ON_CPU = 2**21
-"""Logits of an automatic chunk on a CPU: 8 MiB in float32, which malloc reuses; the kernel would zero larger blocks
-each time."""
+"""Logits of an automatic chunk on a CPU: 8 MiB in float32, which malloc reuses; the kernel zeroes larger blocks."""
 FEWEST_TOKENS_ON_CPU = 256
 """Smallest number of tokens in such a chunk on a CPU. With fewer, the limits of GPUs apply, because each chunk reads
 and writes the table's whole gradient."""

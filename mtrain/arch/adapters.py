@@ -111,8 +111,7 @@ def _learned_tables(model: ModelSection, adapter: AdapterSection) -> set[str]:
 def adapter_parameters_on_rank(
     model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int
 ) -> RankParameters:
-    """Counts the trained parameters on a rank of pipeline rank `pp_rank`, including fully trained ones, with vocabulary
-    padding."""
+    """Counts trained parameters on a rank of stage `pp_rank`, including fully trained ones, with vocabulary padding."""
     layers = layout.layers_of_rank(model.num_layers, pp_rank)
     head = Parameters(replicated=head_elements(model) if pp_rank == layout.pp - 1 else 0)
     head += _learned_norms(model, adapter, layers, pp_rank == layout.pp - 1)

@@ -228,8 +228,7 @@ def _unsupported(kind: CpComm, model: ModelSection, data: AnyData) -> Iterator[t
 
 
 def too_much_for_transformer_engine(config: Sections) -> Iterator[str]:
-    """Yields a message for each feature in use that TransformerEngine's layers lack, if they are explicitly
-    requested."""
+    """Yields a message for each feature in use that TransformerEngine's layers lack, if explicitly requested."""
     if config.model.backend == "te":
         for reason in beyond_transformer_engine(config):
             yield f"model.backend=te does not support {reason}; use model.backend=auto"

@@ -295,8 +295,7 @@ def _holds(content: Any, location: tuple[int | str, ...]) -> bool:
 
 
 def _placeholders(source: Source) -> Iterator[str]:
-    """Yields a message for `${...}` and `???`, which OmegaConf and Hydra would replace, and for texts that cannot be
-    stored."""
+    """Yields a message for `${...}` and `???`, which OmegaConf and Hydra would replace, and for unstorable texts."""
     for location, text in _texts(source.content, ()):
         if "${" in text:
             yield (

@@ -29,8 +29,7 @@ _log = logging.getLogger(__name__)
 _SESSION_S = 600.0
 """Seconds after a client's latest heartbeat until its models are freed; the SDK sends one every 10 s."""
 _TIDY_S, _EXPIRY_S = 5.0, 60.0
-"""Seconds between checks for expired sessions and calls, and between checks for expired checkpoints, which read
-folders."""
+"""Seconds between checks for expired sessions and calls, and for expired checkpoints, which read folders."""
 _MOST_CONNECTIONS = 2**14
 _OTHER_FILES = 256
 """Files that may be open in addition to connections."""

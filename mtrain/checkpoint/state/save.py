@@ -62,8 +62,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _CLEANING_S = 10.0
-"""Seconds that the next save, or the end, waits for a failed save's files to be deleted; the next start deletes the
-rest."""
+"""Seconds that the next save, or the end, waits until a failed save is deleted; the next start deletes the rest."""
 
 
 class Provenance(NamedTuple):

@@ -166,8 +166,7 @@ def one_line(text: str) -> str:
 
 
 Put = Callable[[Translation, Any, str], None]
-"""Function that sets keys from a setting (translation, value, name); raises ValueError or TypeError for illegal
-values."""
+"""Function that sets keys from a setting (translation, value, name); ValueError or TypeError mean an illegal value."""
 
 
 @dataclass(frozen=True)

@@ -173,8 +173,7 @@ class FilesSection(DataSection):
 
     @property
     def all_sources(self) -> tuple[SourceSection, ...]:
-        """Returns the sources of train, then those that the curriculum adds, each once; a source's number is its
-        index."""
+        """Returns the sources of train, then those of the curriculum, each once; a source's number is its index."""
         # later blends add their sources at the end, so changing them leaves earlier numbers as they were
         known = {source.path for source in self.train}
         later = [source for blend in self.curriculum for source in blend.sources]

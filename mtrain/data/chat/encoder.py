@@ -31,8 +31,7 @@ from mtrain.data.chat.template import ChatTemplate, ChatTemplates
 from mtrain.hf.tokenizer.tokenizer import EncodedText, Tokenizer
 
 _VERSION = 5
-"""Version of the encoder's output; incremented when the same record gives other ids or weights, or other records are
-refused."""
+"""Version of the encoder's output; incremented when a record gives other ids or weights, or is refused."""
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -207,8 +206,7 @@ class ChatEncoder:
     def _encoded(
         self, form: _Format, conversation: Conversation, cut: Cut, text: str, ends: Sequence[int]
     ) -> EncodedText:
-        """Encodes a rendering; special tokens in the conversation's texts stay text, unless the options say
-        otherwise."""
+        """Encodes a rendering; special tokens in its texts stay text, unless the options say otherwise."""
         texts = _texts_of(conversation)
         if self._options.special_tokens_in_text or not holds(texts, self._special.pattern):
             return self._tokenizer.encode_with_offsets(text, special_tokens=True)

@@ -77,8 +77,7 @@ def rope_without(config: Mapping[str, Any], names: Collection[str]) -> dict[str,
 
 
 def _drop_truncation(parameters: dict[str, Any], is_older: bool) -> None:
-    """Removes `truncate` where transformers 5 looks for it outside the kinds of layers, does not find it, and
-    truncates."""
+    """Removes `truncate` where transformers 5 seeks it outside the kinds of layers, misses it, and truncates."""
     if parameters["rope_type"] != "yarn":
         return  # `_check_names` refuses the field
     if is_older and value_of(parameters, "truncate", bool, True) is False:
