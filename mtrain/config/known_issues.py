@@ -252,8 +252,8 @@ DROPOUT = Note(
     "dropout draws other numbers on another layout or micro-batch size: this run repeats only with its own",
 )
 FP8 = Note(
-    lambda config: config.train.fp8 is not None,
-    "train.fp8 rounds the operands of products to 3 or 2 bits after the leading one (2^-4 or 2^-3 of an element), with "
+    lambda config: config.train.fp8 is not None and not config.has_own_fp8,
+    "train.fp8 rounds the operands of products to 3 or 2 bits after the leading one (2^-4 or 2^-3 of an element), by "
     "scales that depend on how the layout cuts tensors: other layouts and micro-batch sizes agree only to that "
     "precision",
 )

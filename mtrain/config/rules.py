@@ -405,8 +405,8 @@ def router_losses(model: ModelSection, loss: LossSection) -> Iterator[str]:
 
 
 def products_in_8_bits(config: Sections) -> Iterator[str]:
-    """Checks options and sizes that `train.fp8` needs."""
-    train, model = config.train, config.model
+    """Checks sizes and options of `train.fp8`."""
+    train = config.train
     if train.fp8 is None:
         if train.fp8_recipe is not None:
             yield (
@@ -420,36 +420,61 @@ def products_in_8_bits(config: Sections) -> Iterator[str]:
             "train.fp8_recipe=delayed scales by the largest elements of earlier steps, which checkpoints do not "
             "contain, so a resumed run would differ; set it to tensorwise, blockwise or mxfp8"
         )
+    yield from _own_products_in_8_bits(config, key) if config.has_own_fp8 else _its_products_in_8_bits(train, key)
+    yield from _unaligned(config, key)
+
+
+def _its_products_in_8_bits(train: TrainSection, key: str) -> Iterator[str]:
+    """Checks options that TransformerEngine's layers cannot follow in 8 bits."""
+    if train.fp8_recipe == "rowwise":
+        yield (
+            "train.fp8_recipe=rowwise is of our own layers; set model.backend=torch, or choose tensorwise, blockwise "
+            "or mxfp8"
+        )
     if train.device == "cpu":
         yield f"{key} needs a GPU, but train.device=cpu; set train.device=cuda, or remove train.fp8"
-    if model.backend == "torch":
-        yield f"{key} needs TransformerEngine's layers, but model.backend=torch; set it to auto, or remove train.fp8"
     if train.precision != "bf16":
         yield f"{key} computes everything but products in bf16, but train.precision={train.precision}; set it to bf16"
-    if train.compile in COMPILED:
+    left_out = {"compile": train.compile in COMPILED, "offload_layers": train.offload_layers is not None}
+    for name in (name for name, holds in left_out.items() if holds):
         yield (
-            f"{key} needs TransformerEngine's layers, which train.compile={train.compile} excludes; remove one of the "
-            "two"
+            f"{key} needs TransformerEngine's layers, which train.{name}={getattr(train, name)} excludes; remove one "
+            "of the two"
         )
-    if train.offload_layers is not None:
+
+
+def _own_products_in_8_bits(config: Sections, key: str) -> Iterator[str]:
+    """Checks options that our own layers cannot follow in 8 bits."""
+    train, model = config.train, config.model
+    if train.fp8_recipe in ("tensorwise", "mxfp8"):
         yield (
-            f"{key} needs TransformerEngine's layers, which train.offload_layers={train.offload_layers} excludes; "
-            "remove one of the two"
+            f"train.fp8_recipe={train.fp8_recipe} needs TransformerEngine's layers, but model.backend=torch; choose "
+            "rowwise or blockwise, whose scales no layout changes, or set model.backend=auto"
         )
-    yield from _unaligned(config, key)
+    unable = {
+        "train.precision=fp16": train.precision == "fp16",
+        "train.compile=layers": train.compile == "layers",
+        "adapter": config.adapter is not None,
+        "model.delta_net": model.delta_net is not None,
+        "model.layer_pattern": model.layer_pattern is not None,
+        "model.global_attention": model.global_attention is not None,
+    }
+    for name in (name for name, holds in unable.items() if holds):
+        yield f"{key} in our own layers (model.backend=torch) cannot be combined with {name}; remove one of the two"
 
 
 def _unaligned(config: Sections, key: str) -> Iterator[str]:
     """Yields a message for each size on a rank that an 8-bit product does not support."""
     model, layout, train = config.model, config.layout, config.train
-    columns, rows = _multiples(train.fp8_recipe or "tensorwise")
+    columns, rows = _multiples(config.fp8_recipe)
     sizes = {
         "model.hidden_size": model.hidden_size,
         **sizes_of_attention(model, layout.tp),
         "model.ffn_hidden_size / layout.tp": model.ffn_hidden_size // layout.tp,
     }
     if model.experts is not None:
-        sizes["model.experts.ffn_hidden_size / layout.etp"] = model.experts.ffn_hidden_size // layout.etp
+        if not config.has_own_fp8:  # ours multiply routed experts in the run's precision
+            sizes["model.experts.ffn_hidden_size / layout.etp"] = model.experts.ffn_hidden_size // layout.etp
         sizes["model.experts.shared_ffn_hidden_size / layout.tp"] = model.experts.shared_ffn_hidden_size // layout.tp
     for name, size in sizes.items():
         if size % columns:
@@ -458,7 +483,7 @@ def _unaligned(config: Sections, key: str) -> Iterator[str]:
                 "or remove train.fp8"
             )
     tokens = train.micro_batch_size * config.row_width // layout.cp
-    if tokens % rows:
+    if tokens % rows and not config.has_own_fp8:  # ours add rows of zeros
         yield (
             f"{key} needs a multiple of {rows} tokens in a rank's microbatch, but train.micro_batch_size x row width / "
             f"layout.cp={tokens}; change one of them, or remove train.fp8"
@@ -471,7 +496,7 @@ def _multiples(recipe: Fp8Recipe) -> tuple[int, int]:
     Source: TransformerEngine 2.9, assert_dim_for_fp8_exec and the block sizes of its recipes.
     """
     match recipe:
-        case "delayed" | "tensorwise":
+        case "delayed" | "tensorwise" | "rowwise":
             return 16, 8
         case "mxfp8":
             return 32, 32

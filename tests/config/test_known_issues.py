@@ -90,6 +90,7 @@ ALLOW = {"allow_layout_dependent": True}
 NOTED: list[tuple[known_issues.Note, dict[str, Any], dict[str, Any]]] = [
     (known_issues.DROPOUT, {"model__hidden_dropout": 0.1}, {"model__hidden_dropout": 0.0}),
     (known_issues.DROPOUT, {"model__attention_dropout": 0.1}, {"model__attention_dropout": 0.0}),
+    (known_issues.FP8, {"train__fp8": "hybrid"}, {"train__fp8": "hybrid", "model__backend": "torch"}),
     (known_issues.CLIPPING, {"optimizer__clip_grad": 1e-4}, {"optimizer__clip_grad": 1e-3}),
     (known_issues.CLIPPING, {"optimizer__clip_grad": 1e-4}, {"optimizer__clip_grad": 0.0}),
     (
@@ -111,4 +112,6 @@ NOTED: list[tuple[known_issues.Note, dict[str, Any], dict[str, Any]]] = [
 def test_what_cannot_be_fixed_is_noted(note: known_issues.Note, given: dict[str, Any], other: dict[str, Any]) -> None:
     assert known_issues.notes(config(**given)) == [note.text]
     assert known_issues.notes(config(**other)) == []
-    assert config(**given).is_layout_dependent == (note in (known_issues.LAYOUT_DEPENDENT, known_issues.DROPOUT))
+    is_dependent = note in (known_issues.LAYOUT_DEPENDENT, known_issues.DROPOUT, known_issues.FP8)
+    assert config(**given).is_layout_dependent == is_dependent
+    assert not config(**other).is_layout_dependent

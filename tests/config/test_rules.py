@@ -28,6 +28,7 @@ GLOBAL: dict[str, Any] = {
     "model__rope": {"local_base": 100.0},
 }
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
+OWN_FP8: dict[str, Any] = {"train__fp8": "e4m3", "model__backend": "torch"}
 DELTA_NET: dict[str, Any] = {
     "model__delta_net": {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8},
 }
@@ -184,10 +185,17 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "train.fp8_recipe=delayed",
     ),
     ({"train__fp8": "hybrid", "train__device": "cpu"}, "train.fp8=hybrid"),
-    (
-        {"train__fp8": "hybrid", "model__backend": "torch"},
-        "train.fp8=hybrid",
-    ),
+    ({"train__fp8": "hybrid", "train__fp8_recipe": "rowwise"}, "train.fp8_recipe=rowwise"),
+    ({**OWN_FP8, "train__fp8_recipe": "tensorwise"}, "train.fp8_recipe=tensorwise"),
+    ({**OWN_FP8, "train__fp8_recipe": "mxfp8"}, "train.fp8_recipe=mxfp8"),
+    ({**OWN_FP8, "train__fp8_recipe": "blockwise", "model__ffn_hidden_size": 192}, "train.fp8=e4m3"),
+    ({**OWN_FP8, "model__ffn_hidden_size": 72}, "train.fp8=e4m3"),
+    ({**OWN_FP8, "train__precision": "fp16"}, "train.fp8=e4m3"),
+    ({**OWN_FP8, "train__compile": "layers"}, "train.fp8=e4m3"),
+    ({**OWN_FP8, "adapter": {"rank": 4}}, "train.fp8=e4m3"),
+    ({**OWN_FP8, **DELTA_NET}, "train.fp8=e4m3"),
+    ({**OWN_FP8, **MAMBA}, "train.fp8=e4m3"),
+    ({**OWN_FP8, **GLOBAL}, "train.fp8=e4m3"),
     (
         {"train__fp8": "e4m3", "train__precision": "fp16"},
         "train.fp8=e4m3",

@@ -113,6 +113,7 @@ def prepare(work: Path, steps: int) -> dict[str, Any]:
             "kind": "sft",
             "seq_length": 128,
             "tokenizer": str(work / "tokenizer.model"),
+            "ignore_keys": ["path"],
             "train": [{"path": str(work / "qa-train.jsonl")}],
             "valid": [{"path": str(work / "qa-valid.jsonl")}],
         },

@@ -8,7 +8,7 @@ from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.run import CheckpointSection, MetricsSection, RunSection, WatchSection
 from mtrain.config.schema.section import Section
-from mtrain.config.schema.train import AnyOptimizer, EvalSection, TrainSection, ValidSection
+from mtrain.config.schema.train import AnyOptimizer, EvalSection, Fp8Recipe, TrainSection, ValidSection
 
 
 class Sections(Section):
@@ -35,9 +35,19 @@ class Sections(Section):
     @property
     def is_layout_dependent(self) -> bool:
         """Whether results depend on the layout and micro-batch size: by a feature's definition, dropout's random
-        numbers or fp8 scales."""
+        numbers, or fp8 scales in TransformerEngine's layers."""
         keys = derived.layout_dependent_keys(self.model, self.loss) or self.dropout_keys
-        return bool(keys) or self.train.fp8 is not None
+        return bool(keys) or (self.train.fp8 is not None and not self.has_own_fp8)
+
+    @property
+    def has_own_fp8(self) -> bool:
+        """Whether our own layers multiply in fp8, by scales that no layout changes; else TransformerEngine's do."""
+        return self.train.fp8 is not None and self.model.backend == "torch"
+
+    @property
+    def fp8_recipe(self) -> Fp8Recipe:
+        """How products in fp8 are scaled."""
+        return self.train.fp8_recipe or ("rowwise" if self.has_own_fp8 else "tensorwise")
 
     @property
     def dropout_keys(self) -> list[str]:

@@ -14,8 +14,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 """Precision of weights and activations; gradients are summed in fp32."""
 Fp8Format = Literal["hybrid", "e4m3"]
 """Formats of fp8. hybrid: e5m2 for gradients, which has more range, and e4m3 for the rest."""
-Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
-"""Elements that share a scale: a tensor (scaled by earlier or current values), or a block of one."""
+Fp8Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
+"""How elements share a scale: a tensor (by its current elements, or those of earlier steps), its rows, or blocks."""
 Compiled = Literal["none", "regions", "layers"]
 """What torch.compile compiles."""
 Compilation = Literal["auto", Compiled]
@@ -78,10 +78,12 @@ class TrainSection(Section):
     precision: Precision = "bf16"
     """Precision of weights and activations; bf16 and fp16 keep fp32 main weights."""
     fp8: Fp8Format | None = None
-    """Format of 8-bit matrix products in TransformerEngine's layers, on GPUs that support them; layouts then agree only
-    to the rounding of fp8. null: no 8-bit products."""
+    """Format of 8-bit matrix products. model.backend=torch: in our own layers, by scales that no layout changes. Otherwise in
+    TransformerEngine's, on GPUs that support them; layouts then agree only to the rounding of fp8. null: no 8-bit
+    products."""
     fp8_recipe: Fp8Recipe | None = None
-    """Scaling of fp8 products; null: tensorwise. delayed is refused."""
+    """How products in fp8 are scaled. Our own layers have rowwise (null: this) and blockwise, TransformerEngine's
+    tensorwise (null: this), blockwise and mxfp8. delayed is refused."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass recomputes: none, those of recompute_modules, or whole layers."""
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] | None = None

@@ -18,6 +18,7 @@ from mtrain.core.layers import products
 from mtrain.core.layers.adapters.attach import attach, learned_modules
 from mtrain.core.layers.adapters.narrow import built_narrow, widen_all_but_matrices
 from mtrain.core.layers.attention.flash_linear_attention import take_delta_rule
+from mtrain.core.layers.fp8 import use_fp8
 from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.layer_parts import Backend
 from mtrain.core.layers.layer_spec import chosen_backend, only_by_transformer_engine
@@ -106,6 +107,7 @@ def _build_chunk(
     if backend == "fla":
         take_delta_rule(model)
     use_own_swiglu(model)
+    use_fp8(model, config, groups.device)
     if config.adapter is not None:
         if is_narrow:
             widen_all_but_matrices(model, translated.params_dtype, learned_modules(model, config.model, config.adapter))

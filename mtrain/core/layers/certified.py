@@ -82,7 +82,8 @@ def layers_of(config: Sections) -> dict[str, Any]:
     if config.model.has_transformer_engine_experts:
         model["experts"]["implementation"] = "auto"  # the key selects a candidate for the same layers
     adapter = None if config.adapter is None else config.adapter.model_dump(mode="json", exclude={"path"})
-    return {
+    own_fp8 = {"backend": "torch"} if config.has_own_fp8 else {}
+    return own_fp8 | {
         "model": model,
         "adapter": adapter,
         "precision": config.train.precision,

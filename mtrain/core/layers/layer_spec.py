@@ -98,6 +98,7 @@ def unbuildable(config: Sections) -> list[str]:
             is_in_8_bits and not config.model.has_transformer_engine_experts
         ),
         "eval.prompts need torch layers, which generate": config.eval.is_on,
+        "train.fp8 with model.backend=torch is of our own layers": config.has_own_fp8,
     }
     unmet = [reason for reason, holds in reasons.items() if holds]
     ours = (feature.needs_torch_layers(config.model) for feature in FEATURES)
@@ -152,7 +153,7 @@ def _modules_of(config: Sections, device: torch.device) -> Choice:
     """Chooses between TransformerEngine's modules and ours; see `choose`."""
     backend = config.model.backend
     if backend == "torch":
-        return Choice("torch")
+        return _own_fp8_of(config, device) if config.has_own_fp8 else Choice("torch")
     lacking, open_reasons, required_key = absent(device), uncertified(config), only_by_transformer_engine(config)
     unmet = lacking + unbuildable(config)
     certified = Finding(None, "", "") if unmet else finding(config, device, candidate_of(config))
@@ -186,9 +187,20 @@ def _modules_of(config: Sections, device: torch.device) -> Choice:
             assert_never(backend)
 
 
+def _own_fp8_of(config: Sections, device: torch.device) -> Choice:
+    """Refuses fp8 in our own layers where a certificate says that it is wrong."""
+    found, key = finding(config, device, "fp8"), f"train.fp8={config.train.fp8}"
+    if found.comparison is None:
+        note = f"{key} multiplies without a certificate of this machine; `mtrain verify backend` makes one"
+        return Choice("torch", note="" if device.type == "cpu" else note)
+    if not found.comparison.passed:
+        raise ConfigError(f"{key} failed `mtrain verify backend` ({found.certificate}); remove train.fp8")
+    return Choice("torch", found.certificate)
+
+
 def only_by_transformer_engine(config: Sections) -> str:
     """Returns a configured key, with its value, that only TransformerEngine's layers support; "" if none is set."""
-    if config.train.fp8 is not None:
+    if config.train.fp8 is not None and not config.has_own_fp8:
         return f"train.fp8={config.train.fp8}"
     return "model.experts.implementation=te" if config.model.has_transformer_engine_experts else ""
 

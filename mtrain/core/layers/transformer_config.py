@@ -14,6 +14,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.layout import CpComm
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import Precision, TrainSection
 from mtrain.core.layers.layer_parts import transformer_fields
 
@@ -65,6 +66,7 @@ def transformer_config(config: Config, layout: Layout, device: torch.device) -> 
         **transformer_fields(config.model),
         **_parallelism(config.model, layout),
         **_execution(config.train, device),
+        **_in_8_bits(config),
         **_passed_through(config.model.megatron, layout),  # last, so that they override all others
     }
     try:
@@ -154,7 +156,6 @@ def _execution(train: TrainSection, device: torch.device) -> dict[str, Any]:
     on_cpu = device.type == "cpu"
     return {
         **HALF_PRECISION[train.precision],
-        **_in_8_bits(train),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,  # dtype of transfers between stages; both ends must agree
         "use_cpu_initialization": on_cpu,
@@ -171,9 +172,11 @@ def _execution(train: TrainSection, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _in_8_bits(train: TrainSection) -> dict[str, str]:
-    """Returns the fields for 8-bit matrix products; parameters, attention and communication stay in bfloat16."""
-    return {} if train.fp8 is None else {"fp8": train.fp8, "fp8_recipe": train.fp8_recipe or "tensorwise"}
+def _in_8_bits(config: Sections) -> dict[str, str]:
+    """Returns fields for TransformerEngine's 8-bit products alone: parameters, attention and communication stay in
+    bfloat16."""
+    fp8 = config.train.fp8
+    return {} if fp8 is None or config.has_own_fp8 else {"fp8": fp8, "fp8_recipe": config.fp8_recipe}
 
 
 def _recomputed(train: TrainSection) -> dict[str, Any]:

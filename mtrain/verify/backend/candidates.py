@@ -19,6 +19,7 @@ from mtrain.core.layers.attention.core_attention import CoreAttention
 from mtrain.core.layers.attention.key_set import key_set
 from mtrain.core.layers.build import build_with, unwrap
 from mtrain.core.layers.compiled import compile_layers, try_compiler
+from mtrain.core.layers.fp8 import lacking
 from mtrain.core.layers.layer_spec import absent, unbuildable
 from mtrain.core.layers.norm import Norm
 from mtrain.core.layers.products import widened
@@ -28,8 +29,10 @@ _MAX_HEAD = 256
 """Largest head size of flash-attn's kernels."""
 
 
-torch_layers = partial(build_with, "torch")
-"""Builds our own layers of a configuration from `few_layers` on this rank, without weights."""
+def torch_layers(config: Config, groups: Groups) -> nn.Module:
+    """Builds our own layers of a configuration from `few_layers` on this rank, without weights and without fp8."""
+    train = config.train.model_copy(update={"fp8": None, "fp8_recipe": None})
+    return build_with("torch", config.model_copy(update={"train": train}), groups)
 
 
 def _joined(reasons: Iterable[str]) -> str | None:
@@ -72,7 +75,7 @@ def without_flash_attention(config: Sections, device: torch.device) -> str | Non
         "there is no GPU": device.type != "cuda",
         "flash-attn is not installed": find_spec("flash_attn") is None,
         "its kernels have no float32": config.train.precision == "fp32",
-        "train.fp8 needs TransformerEngine's layers": config.train.fp8 is not None,
+        "train.fp8 is compared alone": config.train.fp8 is not None,
         "it does not support sinks": model.attention_sinks,
         f"its heads have at most {_MAX_HEAD} dimensions": model.head_size > _MAX_HEAD,
         "context parallelism exchanges keys and values around our attention": config.layout.cp > 1,
@@ -110,7 +113,7 @@ def without_apex(config: Sections, device: torch.device) -> str | None:
     reasons = {
         "there is no GPU": device.type != "cuda",
         "apex is not installed": find_spec("apex") is None,
-        "train.fp8 needs TransformerEngine's layers": config.train.fp8 is not None,
+        "train.fp8 is compared alone": config.train.fp8 is not None,
     }
     return _joined(reason for reason, holds in reasons.items() if holds)
 
@@ -127,7 +130,7 @@ def _its_experts(config: Config) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"experts": experts})})
 
 
-def _without_transformer_engine(config: Config, device: torch.device) -> str | None:
+def _without_transformer_engine(config: Sections, device: torch.device) -> str | None:
     return _joined([*absent(device), *unbuildable(config)])
 
 
@@ -139,7 +142,7 @@ def _compiled(choice: Compiled, config: Config, groups: Groups) -> nn.Module:
 
 def _without_compiler(choice: Compiled, config: Config, device: torch.device) -> str | None:
     if config.train.fp8 is not None:
-        return "train.fp8 needs TransformerEngine's layers, and torch.compile compiles ours"
+        return "train.fp8 is compared alone"
     try:
         Config.model_validate(_with_compilation(config, choice).model_dump())
         try_compiler(device, choice)
@@ -152,7 +155,7 @@ def _with_compilation(config: Config, choice: Compiled) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"compile": choice})})
 
 
-def _without_delta_rule(config: Config, device: torch.device) -> str | None:
+def _without_delta_rule(config: Sections, device: torch.device) -> str | None:
     return _joined(flash_linear_attention.lacking(device) + flash_linear_attention.unable(config))
 
 
@@ -181,6 +184,7 @@ class Candidate:
 CANDIDATES = (
     Candidate("te", partial(build_with, "te"), _without_transformer_engine),
     Candidate("te-experts", lambda config, *of: build_with("te", _its_experts(config), *of), _without_its_experts),
+    Candidate("fp8", partial(build_with, "torch"), lacking),
     Candidate("regions", partial(_compiled, "regions"), partial(_without_compiler, "regions")),
     Candidate("compile", partial(_compiled, "layers"), partial(_without_compiler, "layers")),
     Candidate("flash-attn", _with_flash_attention, without_flash_attention),

@@ -59,7 +59,7 @@ def _features(config: Sections, layer: int) -> tuple[str, ...]:
         "documents": config.data.isolate_documents,
         f"adapters ({'' if config.adapter is None else config.adapter.kind})": config.adapter is not None,
         f"cp{layout.cp} {layout.cp_comm}": layout.cp > 1,
-        f"fp8 {train.fp8} {train.fp8_recipe or 'tensorwise'}": train.fp8 is not None,
+        f"fp8 {train.fp8} {config.fp8_recipe}": train.fp8 is not None,
     }
     return tuple(name for name, holds in features.items() if holds)
 
@@ -82,7 +82,7 @@ def few_layers(config: Sections, length: int) -> Config:
     changed: dict[str, Mapping[str, Any]] = {
         "model": {
             "hf": None,
-            "backend": "auto",
+            "backend": "torch" if config.has_own_fp8 else "auto",
             "num_layers": num_layers,
             "layer_pattern": model.layer_pattern and model.layer_pattern[:num_layers],
             "vocab_size": 8,

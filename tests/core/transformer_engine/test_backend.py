@@ -177,6 +177,19 @@ def test_layers_that_failed_are_refused_by_name_and_under_fp8(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("_with_transformer_engine")
+def test_own_fp8_is_refused_where_a_certificate_says_that_it_is_wrong(tmp_path: Path) -> None:
+    own = IN_8_BITS | {"model__backend": "torch"}
+    certify(tmp_path, IN_8_BITS, passed=False)
+    assert "without a certificate" in choose(config(**own), CUDA).note, "TransformerEngine's is of other layers"
+    name = certify(tmp_path, own, candidate="fp8", own_ms=0.5)
+    found = choose(config(**own), CUDA)
+    assert (found.backend, found.certificate) == ("torch", name), "slower is not wrong"
+    name = certify(tmp_path, own, candidate="fp8", passed=False)
+    with refuses(ConfigError, "train.fp8=hybrid", name):
+        choose(config(**own), CUDA)
+
+
+@pytest.mark.usefixtures("_with_transformer_engine")
 def test_its_experts_are_taken_by_name_with_a_certificate_of_their_own(tmp_path: Path) -> None:
     assert layers_of(config(**ITS_EXPERTS)) == layers_of(config(**EXPERTS))
     certify(tmp_path, EXPERTS)

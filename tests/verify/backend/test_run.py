@@ -18,6 +18,7 @@ from mtrain.core.layers.certified import layers_of
 from mtrain.hf.configuration import load_config
 from mtrain.verify.backend import worker
 from mtrain.verify.backend.candidates import (
+    CANDIDATES,
     MISSING_GRADIENT,
     NO_CANDIDATES,
     Candidate,
@@ -40,6 +41,13 @@ from tests.verify.reports import read_back
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 32, "every": 2, "shared_ffn_hidden_size": 16}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
 BF16 = {"train__precision": "bf16"}
+BLOCKS = {
+    "model__hidden_size": 128,
+    "model__num_attention_heads": 2,
+    "model__num_query_groups": 1,
+    "model__head_dim": 64,
+    "model__ffn_hidden_size": 128,
+}
 DOCUMENTS = {"data__isolate_documents": True}
 DELTA_NET = {
     "model__delta_net": {
@@ -175,6 +183,22 @@ def test_wrong_layers_fail(pool: Pool, fault: str, changes: dict[str, Any], kind
     failed = {each.kind for layout in outcome.report.layouts for each in layout.deviations if not each.passed}
     assert kind in failed
     assert not outcome.certificate.candidates[fault].passed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"train__fp8": "hybrid"}, BLOCKS | {"train__fp8": "e4m3", "train__fp8_recipe": "blockwise"}],
+    ids=["rowwise", "blockwise"],
+)
+def test_own_fp8_is_compared_with_layers_without_it(pool: Pool, changes: dict[str, Any]) -> None:
+    asked = BF16 | {"model__backend": "torch"} | changes
+    (candidate,) = (each for each in CANDIDATES if each.name == "fp8")
+    outcome = check(pool, asked, candidate)
+    assert outcome.report.passed, [(each.name, each.first_failure()) for each in outcome.report.layouts]
+    (case,) = outcome.certificate.candidates["fp8"].cases
+    assert all(2 * error["own"] < error["candidate"] for error in case["errors"] if error["kind"] == "layer_output")
+    others = {each.name: each.absent(config(**asked), torch.device("cpu")) or "" for each in CANDIDATES}
+    assert {name for name, reason in others.items() if "train.fp8" not in reason} == {"fp8", "te-experts", "fla"}
 
 
 def test_faults_that_are_unknown_or_a_test_are_refused(pool: Pool) -> None:
