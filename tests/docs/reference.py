@@ -17,7 +17,7 @@ import yaml
 
 from mtrain.base import errors
 from mtrain.checkpoint.store.manifest import CheckpointInfo, FileInfo, Manifest, TrainingState
-from mtrain.cli.examples import EXAMPLES as EXAMPLES_OF_VERBS
+from mtrain.cli.arguments import EXAMPLES as EXAMPLES_OF_VERBS
 from mtrain.cli.main import VERBS, app
 from mtrain.config.keys import Key, described_keys
 from mtrain.report.metrics.record import OF_THE_MACHINE, ChangeRecord, StepRecord, TermRecord, ValidRecord

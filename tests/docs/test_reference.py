@@ -8,7 +8,7 @@ import yaml
 from pydantic import ValidationError, create_model
 
 from mtrain.base.yaml_text import read_yaml
-from mtrain.cli.examples import EXAMPLES as EXAMPLES_OF_VERBS
+from mtrain.cli.arguments import EXAMPLES as EXAMPLES_OF_VERBS
 from mtrain.config.keys import Key, described_keys
 from mtrain.hf.configuration import load_config
 from tests.cli.command_line import parsed

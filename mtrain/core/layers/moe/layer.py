@@ -2,7 +2,8 @@
 
 Our dispatchers sort tokens by expert, and back, with the same results to the bit. megatron-core's dispatchers call
 masked_select twice per layer and pass, where the host waits for a size (moe_utils.py::permute) that follows from top_k,
-and copy token counts to the host even if every rank holds all experts whole.
+and copy token counts to the host even if every rank holds all experts whole. With a capacity, every expert gets as many
+rows as it may take, so sizes follow from the configuration.
 """
 
 from functools import partial, partialmethod
@@ -15,10 +16,11 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import unpermute
+from megatron.core.transformer.moe.moe_utils import get_capacity, unpermute
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from torch import Tensor
+from torch.nn import functional
 
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
@@ -30,12 +32,11 @@ from mtrain.core.layers.norm import Norm
 def dispatcher_in_place_of(
     theirs: MoETokenDispatcher, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> MoETokenDispatcher:
-    """Returns a layer's dispatcher: megatron-core's if sizes depend on values or all tokens are gathered, else ours."""
-    if config.moe_expert_capacity_factor is not None:  # drops some choices
-        return theirs
+    """Returns a layer's dispatcher: megatron-core's if sizes of ranks depend on values or all tokens are gathered."""
     if groups.ep.size() == groups.expt_tp.size() == 1:
         return LocalDispatcher(config, groups)
-    if isinstance(theirs, MoEAlltoAllTokenDispatcher):
+    # with a capacity some choices are dropped
+    if isinstance(theirs, MoEAlltoAllTokenDispatcher) and config.moe_expert_capacity_factor is None:
         return AllToAllDispatcher(theirs.num_local_experts, theirs.local_expert_indices, config, groups)
     return theirs
 
@@ -51,7 +52,7 @@ class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
         tokens = hidden_states.reshape(-1, self.hidden_shape[-1])
         self.hidden_shape_before_permute = tokens.shape
-        ordered, weights, token_of_row = _by_expert(tokens, routing_map, probs, self.config.moe_router_topk)
+        ordered, weights, token_of_row = by_expert(tokens, routing_map, probs, self.config.moe_router_topk)
         self.reversed_local_input_permutation_mapping = token_of_row
         return ordered, weights
 
@@ -67,11 +68,16 @@ class LocalDispatcher(MoETokenDispatcher):
         """Sorts tokens, [seq_local, batch, hidden], by expert; choices and weights are [tokens, num_experts].
 
         Returns:
-            Tokens ordered by expert, then by position, [tokens x top_k, hidden], and their weights.
+            Tokens ordered by expert, then by position, [tokens x top_k, hidden], and their weights. With a capacity,
+            [num_experts x capacity, hidden], with zeros after the tokens of each expert.
         """
-        self._shape, self._counts = hidden_states.shape, routing_map.sum(0)
+        self._shape, (num_tokens, num_experts) = hidden_states.shape, routing_map.shape
+        top_k, factor = self.config.moe_router_topk, self.config.moe_expert_capacity_factor
         tokens = hidden_states.reshape(-1, self._shape[-1])
-        ordered, weights, self._token_of_row = _by_expert(tokens, routing_map, probs, self.config.moe_router_topk)
+        capacity = None if factor is None else min(num_tokens, get_capacity(num_tokens * top_k, num_experts, factor))
+        # the host knows a capacity
+        self._counts = routing_map.sum(0) if capacity is None else torch.full((num_experts,), capacity)
+        ordered, weights, self._token_of_row = by_expert(tokens, routing_map, probs, top_k, capacity)
         return ordered, weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +85,8 @@ class LocalDispatcher(MoETokenDispatcher):
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the tokens, their numbers by expert, [num_experts] int64 on the device, and the weights."""
+        """Returns the tokens, their numbers by expert, [num_experts] int64 on the device (on the host with a capacity),
+        and the weights."""
         return hidden_states, self._counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -91,28 +98,45 @@ class LocalDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sums the outputs of each token, [tokens x top_k, hidden], to [seq_local, batch, hidden]."""
+        """Sums the outputs of each token, [rows, hidden], to [seq_local, batch, hidden]."""
         tokens = torch.Size((self._shape[:-1].numel(), self._shape[-1]))
         combined: Tensor = unpermute(hidden_states, self._token_of_row, restore_shape=tokens)
         return combined.view(self._shape)
 
 
-def _by_expert(tokens: Tensor, chosen: Tensor, weights: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def by_expert(
+    tokens: Tensor, chosen: Tensor, weights: Tensor, top_k: int, capacity: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns tokens and weights in the order of `rows_by_expert`, and the index of the token of each row."""
-    rows = rows_by_expert(chosen, top_k)
-    token_of_row = rows % len(chosen)
-    return tokens.index_select(0, token_of_row), weights.T.reshape(-1).index_select(0, rows), token_of_row
+    rows, weights = rows_by_expert(chosen, top_k, capacity), weights.T.reshape(-1)
+    if capacity is None:
+        token_of_row = rows % len(chosen)
+        return tokens.index_select(0, token_of_row), weights.index_select(0, rows), token_of_row
+    is_empty = rows == chosen.numel()
+    # different tokens, as kernels that add to one row would wait for each other
+    token_of_row = torch.where(is_empty, torch.arange(len(rows), device=rows.device), rows) % len(chosen)
+    ordered = tokens.index_select(0, token_of_row).masked_fill_(is_empty.unsqueeze(1), 0)
+    return ordered, functional.pad(weights, (0, 1)).index_select(0, rows), token_of_row
 
 
-def rows_by_expert(chosen: Tensor, top_k: int) -> Tensor:
+def rows_by_expert(chosen: Tensor, top_k: int, capacity: int | None = None) -> Tensor:
     """Returns expert x number of tokens + token for every choice, ascending, [tokens x top_k] int64, without making the
-    host wait. In `chosen`, [tokens, num_experts] bool, top_k elements of every row must be true."""
-    flat = chosen.T.reshape(-1)
-    count = chosen.shape[0] * top_k
+    host wait. In `chosen`, [tokens, num_experts] bool, top_k elements of every row must be true.
+
+    With a capacity, at most that many elements of every column may be true, and the result is [num_experts x capacity]:
+    the rows of an expert with fewer tokens end with num_experts x tokens.
+    """
+    num_tokens, num_experts = chosen.shape
+    columns = chosen.T
+    if capacity is None:
+        count, positions = num_tokens * top_k, columns.reshape(-1).cumsum(0) - 1
+    else:
+        first = capacity * torch.arange(num_experts, device=chosen.device)
+        count, positions = num_experts * capacity, (first.unsqueeze(1) + columns.cumsum(1) - 1).reshape(-1)
     # scatters each choice to its rank among the choices, and all other elements to one more position, which is cut off
-    positions = torch.where(flat, flat.cumsum(0) - 1, count)
-    rows = torch.empty(count + 1, dtype=torch.int64, device=chosen.device)
-    return rows.scatter_(0, positions, torch.arange(len(flat), device=chosen.device))[:count]
+    positions = torch.where(columns.reshape(-1), positions, count)
+    rows = torch.full((count + 1,), chosen.numel(), device=chosen.device)
+    return rows.scatter_(0, positions, torch.arange(chosen.numel(), device=chosen.device))[:count]
 
 
 class SharedExperts(SharedExpertMLP):
