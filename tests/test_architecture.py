@@ -219,7 +219,7 @@ CONFINED = (
             "main_grad",
             "zero_grad_buffer",
         ),
-        r"mtrain/core/engine/sharded_model\.py|tools/bench/.*",
+        r"mtrain/core/engine/sharded_(model|weights)\.py|tools/bench/.*",
         "def f(parameter):\n    return parameter.main_grad",
     ),
     Confined(

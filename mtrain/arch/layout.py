@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config, rules
-from mtrain.config.schema.layout import CpComm, LayoutSection
+from mtrain.config.schema.layout import CpComm, LayoutSection, Shard
 
-GIVEN_DEGREES = ("tp", "sp", "pp", "vpp", "cp", "cp_comm", "ep", "etp")
+GIVEN_DEGREES = ("tp", "sp", "pp", "vpp", "cp", "cp_comm", "shard", "ep", "etp")
 """Fields of a layout that are keys of the section `layout`; the others follow from them and the world size."""
 _GROUP_KEY = "microbatch_group_size_per_vp_stage"
 
@@ -41,6 +41,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     cp_comm: CpComm = "allgather"
+    shard: Shard = "optimizer"
     stage_layers: tuple[int, ...] | None = None
     """Number of layers of every (virtual) stage in model order; None if they divide evenly."""
 
@@ -70,6 +71,8 @@ class Layout:
         names.append(f"dp{self.dp}")
         if self.ep > 1 or self.etp > 1:
             names.append(f"ep{self.ep}etp{self.etp}")
+        if self.shard == "weights":
+            names.append("weights")
         return "-".join(names)
 
     @property

@@ -11,16 +11,19 @@ from mtrain.arch.adapters import (
     learned_norm_elements,
     learned_table_elements,
 )
+from mtrain.arch.features import alike
 from mtrain.arch.features.feature import RankParameters
 from mtrain.arch.layout import Layout
 from mtrain.arch.parameters import (
     head_elements,
+    layer_parameters,
     matrices_on_rank,
     padded_vocab_size,
     parameters_on_rank,
     table_elements_on_rank,
 )
 from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
 
 _MOMENTS_BYTES = 2 * FP32_BYTES
@@ -56,8 +59,9 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     """Estimates the memory of a rank of pipeline rank `pp_rank`.
 
     Gradients are summed in fp32. The optimizer keeps fp32 moments, and fp32 main weights under bf16 and fp16; the
-    distributed optimizer divides them over DP x CP, and those of experts over their replicas. A frozen model has only
-    weights.
+    distributed optimizer divides them over DP x CP, for experts over their replicas. A frozen model has only weights.
+    With `layout.shard=weights` weights (in fp32) and gradients are divided as well, and layers that are gathered count
+    with the activations.
     """
     trained = trained_parameters(config, layout, pp_rank)
     rank, activations = _StageRank(config, layout, pp_rank), Activations(config, layout)
@@ -67,6 +71,17 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     moved = _MOMENTS_BYTES * updated if config.train.offload_optimizer else 0
     learned_bytes, gradients_bytes = trained.total * element_bytes(config.train), trained.total * FP32_BYTES
     optimizer_bytes = FP32_BYTES * own_shard(config.train, layout, state_numbers) - moved
+    if layout.shard == "weights":
+        return MemoryEstimate(
+            weights_bytes=FP32_BYTES * updated,
+            gradients_bytes=FP32_BYTES * updated,
+            # without main weights, which the weights are
+            optimizer_bytes=optimizer_bytes - FP32_BYTES * updated * (element_bytes(config.train) < FP32_BYTES),
+            activations_bytes=_with_gathered(
+                activations.most_bytes(pp_rank), config.model, layout, element_bytes(config.train)
+            ),
+            update_bytes=_update_bytes(updated, largest),
+        )
     return MemoryEstimate(
         weights_bytes=learned_bytes + rank.frozen_bytes(),
         gradients_bytes=gradients_bytes,
@@ -132,6 +147,20 @@ class _StageRank:
         return RankParameters(
             per_parameter * trained.dense - spared.dense, per_parameter * trained.experts - spared.experts
         )
+
+
+def _with_gathered(activations_bytes: int, model: ModelSection, layout: Layout, size: int) -> int:
+    """Adds what is gathered, in numbers of `size` bytes, to the peak of activations.
+
+    That is what the loss multiplies by, which stays gathered, and two units: one that computes, and the next one. The
+    one that computes also has a gradient, while that of the one before is summed in float32.
+    """
+    layers = (layer_parameters(model, layer).on_rank(layout).total for layer in alike(model, range(model.num_layers)))
+    table = padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
+    unit = max(*layers, 0 if model.output.is_tied else table)
+    root = (table if model.output.has_table or model.output.is_tied else 0) + head_elements(model)
+    # the root's own gradient is summed when activations are gone
+    return max(activations_bytes + size * root + (3 * size + FP32_BYTES) * unit, (2 * size + FP32_BYTES) * root)
 
 
 def own_shard(train: TrainSection, layout: Layout, numbers: RankParameters) -> int:

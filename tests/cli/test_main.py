@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.arguments import loaded_config, split_arguments
-from mtrain.cli.arguments import EXAMPLES
+from mtrain.cli.arguments import EXAMPLES, loaded_config, split_arguments
 from mtrain.cli.main import VERBS
 from tests.cli.command_line import blocking, call
 from tests.config.samples import content

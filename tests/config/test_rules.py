@@ -448,6 +448,7 @@ def test_a_broken_rule_is_named(tmp_path: Any, changes: dict[str, Any], fact: st
 
 
 KEPT: list[dict[str, Any]] = [
+    {"layout__shard": "weights"},
     {"layout": {"tp": 4, "sp": True, "cp": 8, "pp": 2, "vpp": 2}},
     {"layout": {"tp": 2, "cp": 4, "cp_comm": "ulysses"}},
     {"layout": {"tp": 2, "cp": 4, "cp_comm": "ring"}},

@@ -23,6 +23,7 @@ from mtrain.core.layers.layer_spec import global_name
 from mtrain.core.layers.sharded_parameters import (
     ShardedParameter,
     frozen_parameters,
+    held_values,
     is_written_here,
     sharded_parameters,
     shards,
@@ -107,7 +108,8 @@ def _fingerprint(parameters: Sequence[ShardedParameter], groups: Groups, vocab_s
     sums = torch.zeros(2, dtype=torch.int64, device=groups.device)
     # exactly one rank of the world counts each element
     written = (parameter for parameter in parameters if is_written_here(parameter))
-    for part in (part for parameter in written for part in shards(parameter, parameter.key, parameter.data)):
+    values_of = ((parameter, held_values(parameter.data).to(parameter.data.dtype)) for parameter in written)
+    for part in (part for parameter, values in values_of for part in shards(parameter, parameter.key, values)):
         axes = part.prepend_axis_num  # leading axes of layers and experts
         shape, offset, values = part.global_shape[axes:], part.global_offset[axes:], part.data
         if part.allow_shape_mismatch:  # a vocabulary table, whose number of padding rows depends on tp

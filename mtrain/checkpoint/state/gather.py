@@ -14,7 +14,7 @@ from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.init_weights import sharded_tensors
 from mtrain.core.layers.layer_spec import global_name
-from mtrain.core.layers.sharded_parameters import is_written_here, sharded_parameters, shards, whole_of
+from mtrain.core.layers.sharded_parameters import held_values, is_written_here, sharded_parameters, shards, updated_of
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.state.shard import Shard
 from mtrain.hf.io.broadcast import TensorKind, buffer_bytes, views
@@ -22,7 +22,8 @@ from mtrain.hf.io.broadcast import TensorKind, buffer_bytes, views
 
 def parameter_shards(chunks: Sequence[nn.Module], groups: Groups) -> list[Shard]:
     """Copies this rank's parameters and buffers, in their own dtype, to the CPU."""
-    return _shards(chunks, groups, lambda value: value)
+    # main weights of divided parameters are in float32
+    return _shards(chunks, groups, lambda parameter: held_values(parameter).to(parameter.dtype))
 
 
 def gradient_shards(sharded: ShardedModel, groups: Groups) -> list[Shard]:
@@ -137,7 +138,7 @@ def _local_boxes(chunks: Sequence[Any], groups: Groups) -> Iterable[tuple[_Box, 
         if not is_written_here(parameter):
             continue
         axes = next(shards(parameter, parameter.key, parameter.data)).prepend_axis_num  # of layers and experts
-        for shard in whole_of(parameter, parameter.key, parameter.data):
+        for shard in updated_of(parameter):
             name = global_name(shard.key, shard.at.offset[:axes])
-            whole = TensorKind(shard.data.dtype, tuple(shard.global_shape[axes:]))
+            whole = TensorKind(parameter.data.dtype, tuple(shard.global_shape[axes:]))
             yield _Box(name, TensorSlice(shard.at.offset[axes:], shard.at.shape[axes:]), whole), shard.data

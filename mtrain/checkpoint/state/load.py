@@ -33,6 +33,8 @@ from mtrain.core.layers.sharded_parameters import (
     ShardedParameter,
     base_parameters,
     checkpoint_parameters,
+    held_of,
+    held_rows,
     optimizer_key,
     run_of,
     whole_of,
@@ -84,14 +86,13 @@ def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
     state = on_first_rank(lambda: _resumable_state(entry, config, base))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
     # a GPU's generator has another kind of state than a CPU's
-    is_same_layout = (state.layout, state.device) == (str(groups.layout), groups.device.type)
+    saved_by, here = (layout.removesuffix("-weights") for layout in (state.layout, str(groups.layout)))
+    is_same_layout = (saved_by, state.device) == (here, groups.device.type)  # `shard` moves no rank
     # tensors hash by identity, so a dict finds the sharding of a parameter
     parameters = {
         parameter.data: parameter for parameter in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)
     }
-    shards = [
-        shard for parameter in parameters.values() for shard in whole_of(parameter, parameter.key, parameter.data)
-    ]
+    shards = [shard for parameter in parameters.values() for shard in held_of(parameter)]
     # straight into the optimizer's tensors, however dp has cut them, so that no rank needs a whole state
     for flat_slice, states in optimizer.state.flat_slice_states():
         parameter = parameters[flat_slice.parameter]
@@ -147,7 +148,10 @@ def load_adapters(entry: CheckpointEntry, model: RankModel) -> None:
 
 def fill(parameter: Tensor, values: Tensor) -> None:
     """Copies values into a parameter, rounded to its precision."""
-    if parameter.data_ptr() != values.data_ptr():  # else the values were read into the parameter
+    held = held_rows(parameter)
+    if held is not None:
+        held.main.copy_(values.flatten()[held.start : held.end].view(held.main.shape))
+    elif parameter.data_ptr() != values.data_ptr():  # else the values were read into the parameter
         parameter.copy_(values)
 
 

@@ -91,9 +91,12 @@ def load_shards(
 
 
 def memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns memory for the values of a parameter: the parameter's own if dtypes agree, to save a copy."""
-    is_same = parameter.dtype == dtype and parameter.is_contiguous()
-    return parameter.detach() if is_same else torch.empty(parameter.shape, dtype=dtype)
+    """Returns memory for the values of a parameter: the parameter's own if dtypes agree, to save a copy.
+
+    The stand-in of a sharded parameter has no memory of its own.
+    """
+    is_held = parameter.dtype == dtype and parameter.is_contiguous() and not parameter.is_meta
+    return parameter.detach() if is_held else torch.empty(parameter.shape, dtype=dtype)
 
 
 @torch.no_grad()

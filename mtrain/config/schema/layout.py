@@ -8,7 +8,9 @@ from pydantic import Field
 from mtrain.config.schema.section import Section
 
 CpComm = Literal["allgather", "ulysses", "ring"]
-"""Communication of context-parallel attention, see `LayoutSection.cp_comm`."""
+"""How context-parallel ranks bring queries and keys together."""
+Shard = Literal["optimizer", "weights"]
+"""What data-parallel ranks divide."""
 _SPLITS = ("first_stage_layers", "last_stage_layers", "stage_layers")
 
 
@@ -26,9 +28,11 @@ class LayoutSection(Section):
     cp: int = Field(1, gt=0)
     """Context parallelism: ranks that divide the positions of each row."""
     cp_comm: CpComm = "allgather"
-    """How context-parallel attention sees the other ranks' tokens. allgather: an all-gather of keys and values.
-    ulysses: an all-to-all from sequence to heads. ring: keys and values travel around a ring while each rank attends to
-    those it holds."""
+    """How context-parallel attention sees the other ranks' tokens: all-gather of keys and values, all-to-all from
+    sequence to heads, or keys and values that travel around a ring while each rank attends to those it has."""
+    shard: Shard = "optimizer"
+    """What the ranks of DP x CP divide. optimizer: float32 main weights and moments, with train.distributed_optimizer.
+    weights: weights and gradients as well, which are gathered layer by layer (ZeRO-3, fully sharded data parallel)."""
     ep: int = Field(1, gt=0)
     """Expert parallelism: ranks, out of tp x cp x dp, that divide the experts of a layer."""
     etp: int = Field(1, gt=0)

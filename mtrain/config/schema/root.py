@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from pydantic import ModelWrapValidatorHandler, model_validator
 
-from mtrain.config import adapters, consent, derived, known_issues, rules
+from mtrain.config import adapters, consent, derived, known_issues, rules, sharding
 from mtrain.config.schema.sections import Sections
 
 
@@ -65,6 +65,7 @@ class Config(Sections):
         yield from rules.heads(self)
         yield from rules.sequence(layout, train, data)
         yield from rules.packing(train, data)
+        yield from sharding.broken_rules(self)
         yield from known_issues.documents_need_torch_layers(model, layout, data)
         yield from known_issues.too_much_for_transformer_engine(self)
         yield from known_issues.refusals(self)

@@ -78,9 +78,9 @@ class TrainSection(Section):
     precision: Precision = "bf16"
     """Precision of weights and activations; bf16 and fp16 keep fp32 main weights."""
     fp8: Fp8Format | None = None
-    """Format of 8-bit matrix products. model.backend=torch: in our own layers, by scales that no layout changes. Otherwise in
-    TransformerEngine's, on GPUs that support them; layouts then agree only to the rounding of fp8. null: no 8-bit
-    products."""
+    """Format of 8-bit matrix products. model.backend=torch: in our own layers, by scales that no layout changes.
+    Otherwise in TransformerEngine's, on GPUs that support them; layouts then agree only to the rounding of fp8. null:
+    no 8-bit products."""
     fp8_recipe: Fp8Recipe | None = None
     """How products in fp8 are scaled. Our own layers have rowwise (null: this) and blockwise, TransformerEngine's
     tensorwise (null: this), blockwise and mxfp8. delayed is refused."""

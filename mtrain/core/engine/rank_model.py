@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from torch import nn
 
 from mtrain.config import Config
 from mtrain.core.engine.optimizer import Optimizer
 from mtrain.core.engine.sharded_model import DataParallel, ShardedModel
+from mtrain.core.engine.sharded_weights import ShardedWeights
 from mtrain.core.layers.adapters.attach import attach
 from mtrain.core.layers.build import build_chunks, unwrap
 from mtrain.core.layers.compiled import compile_layers
@@ -50,7 +52,14 @@ def build_model(config: Config, groups: Groups, weights_follow: bool = False, in
     for chunk in chunks:
         # before the weights move into buffers, from which the main weights are copied
         draw_weights(chunk, config, groups, others_follow=weights_follow)
-    sharded = DataParallel(config, groups, translated, chunks, in_float64)
+    sharded: ShardedModel
+    match groups.layout.shard:
+        case "optimizer":
+            sharded = DataParallel(config, groups, translated, chunks, in_float64)
+        case "weights":
+            sharded = ShardedWeights(config.train, config.optimizer, groups, translated, chunks)
+        case _ as never:
+            assert_never(never)
     compile_layers(sharded.chunks, config, groups)
     if config.train.offload_layers is not None:
         move_activations([chunk.decoder for chunk in chunks], config.train.offload_layers, groups.device)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mtrain.base.fault_points import wanted_fault
 from mtrain.core.engine.rank_model import RankModel
@@ -20,6 +19,7 @@ from mtrain.core.layers.sharded_parameters import (
     ShardedParameter,
     checkpoint_parameters,
     has_own_shard,
+    held_of,
     is_written_here,
     optimizer_key,
     run_of,
@@ -57,20 +57,21 @@ def local_state(model: RankModel) -> Iterator[Held]:
     modules = [unwrap(chunk) for chunk in model.chunks]
     places = {place.data: place for place in sharded_parameters(modules, model.groups)}
     for place in places.values():
-        # views, not copies: parameters are contiguous
-        yield from _held(WEIGHTS, place, place.key, place.data.flatten(), (0, place.data.numel()))
+        for shard in held_of(place):
+            yield Held(WEIGHTS, *_named(place, shard), shard)
     for flat_slice, states in model.optimizer.state.flat_slice_states():
         # the optimizer knows parameters as objects; the name comes from their place in the model
         place = places[flat_slice.parameter]
         for kind, values in states.items():
-            yield from _held(kind, place, optimizer_key(kind, place.key), values.flatten(), flat_slice[2:4])
+            # views, not copies: parameters are contiguous
+            for shard in run_of(place, optimizer_key(kind, place.key), values.flatten(), *flat_slice[2:4]):
+                yield Held(kind, *_named(place, shard), shard)
 
 
-def _held(kind: str, place: ShardedParameter, key: str, values: Tensor, run: tuple[int, int]) -> Iterator[Held]:
-    first = next(shards(place, place.key, place.data))
-    axes = first.prepend_axis_num
-    for shard in run_of(place, key, values, *run):
-        yield Held(kind, global_name(place.key, shard.at.offset[:axes]), axes, shard)
+def _named(place: ShardedParameter, shard: Shard) -> tuple[str, int]:
+    """Returns the global name of the parameter that a shard belongs to, and the number of its stacked axes."""
+    axes = next(shards(place, place.key, place.data)).prepend_axis_num
+    return global_name(place.key, shard.at.offset[:axes]), axes
 
 
 _SPOILED = {"nan": math.nan, "huge": 3e38}
@@ -81,10 +82,8 @@ def local_shards(model: RankModel) -> list[Shard]:
     """Returns the shards that this rank writes, as views of the state of `local_state`; no communication."""
     chunks, optimizer, groups = model.chunks, model.optimizer, model.groups
     places = {place.data: place for place in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)}
-    # weights are whole on every rank of DP x CP: each writes every n-th one
-    parts = [
-        part for place in places.values() if is_written_here(place) for part in whole_of(place, place.key, place.data)
-    ]
+    # weights that are whole on every rank of DP x CP: each writes every n-th one
+    parts = [part for place in places.values() if is_written_here(place) for part in held_of(place)]
     for flat_slice, states in optimizer.state.flat_slice_states():
         place = places[flat_slice.parameter]
         # A distributed optimizer's parts are no copies, so every rank of DP x CP writes its own; one of the copies over

@@ -23,7 +23,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.core.layers.adapters.adapter import first_deviation, is_adapter_key
 from mtrain.core.layers.layer_parts import MODULES
 from mtrain.core.layers.layer_spec import global_name
-from mtrain.core.layers.sharded_parameters import sharded_parameters, shards
+from mtrain.core.layers.sharded_parameters import held_values, sharded_parameters, shards
 from mtrain.core.ranks.groups import Groups
 
 # part of the definition of initial weights: another size would draw another model from the same seed
@@ -37,12 +37,15 @@ def sharded_tensors(
 ) -> Iterator[ShardedTensor]:
     """Yields this rank's parameters and buffers with their global names, shapes and offsets; fused ones are split.
 
-    `value_of` may replace a parameter by another tensor of its shape, or leave it out (None).
+    `value_of` may replace a parameter by another tensor of its shape, or leave it out (None). For a sharded parameter,
+    yields the float32 rows that this rank holds.
     """
-    for sharded in sharded_parameters([module], groups):
-        values = value_of(sharded.data)
+    for parameter in sharded_parameters([module], groups):
+        values = value_of(parameter.data)
         if values is not None:
-            yield from shards(sharded, sharded.key, values)
+            yield from shards(
+                parameter, parameter.key, held_values(parameter.data) if values is parameter.data else values
+            )
 
 
 @torch.no_grad()

@@ -169,15 +169,21 @@ class LanguageModel(LanguageModule):
 
     def _logits(self, hidden_states: Tensor) -> DeferredLogits:
         is_tied = self.share_embeddings_and_output_weights
-        table = self.shared_embedding_or_output_weight() if is_tied else None
+        table = self._table() if is_tied else None
         return DeferredLogits(hidden_states, self.output_layer, table)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Returns the embedding table or the output weight, whose gradients are summed over stages that share it; None
         if this stage has neither."""
+        table = self._table()
+        weight: Tensor | None = None if table is None else table.weight
+        return weight
+
+    def _table(self) -> Any:
+        """Returns the module that holds the table, or None."""
         if self.pre_process or self.mtp_process:
-            return self.embedding.word_embeddings.weight
-        return self.output_layer.weight if self.post_process else None
+            return self.embedding.word_embeddings
+        return self.output_layer if self.post_process else None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None

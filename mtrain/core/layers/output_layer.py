@@ -5,7 +5,7 @@ loss needs those of weighted tokens, generation those of one position.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -127,18 +127,24 @@ class DeferredLogits:
     hidden: Tensor
     """[seq_local, batch, hidden]: this rank's part under sequence parallelism."""
     layer: OutputLayer | ScoreHead
-    tied: Tensor | None
-    """Embedding table, [vocab_local, hidden], if the model ties it to the output; else None."""
+    tied: torch.nn.Module | None
+    """Module of the embedding table, [vocab_local, hidden], if the model ties it to the output; else None. Not the
+    table itself: with sharded weights, the gathered table is another tensor."""
 
     def whole(self) -> Tensor:
         """Computes all logits, by megatron-core's linear layer."""
         logits: Tensor
-        logits, _ = self.layer(self.hidden, weight=self.tied)
+        logits, _ = self.layer(self.hidden, weight=self._table())
         return self.capped(logits)
 
     def operands(self) -> Operands:
         """Returns the factors, for callers that multiply a few rows at a time and apply `capped`."""
-        return self.layer(self.hidden, weight=self.tied, as_operands=True)
+        return self.layer(self.hidden, weight=self._table(), as_operands=True)
+
+    def _table(self) -> Tensor | None:
+        module: Any = self.tied
+        weight: Tensor | None = None if module is None else module.weight
+        return weight
 
     def capped(self, logits: Tensor) -> Tensor:
         """Applies the model's softcap to logits, if it has one."""

@@ -1,14 +1,18 @@
 """Global names and slices, independent of the layout, of this rank's parameters and of tensors of their shapes."""
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from mtrain.base.tensor_slice import TensorSlice, slices_of_run
 from mtrain.core.layers.adapters.adapter import has_adapters, is_adapter_key
@@ -16,7 +20,47 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.core.state.shard import Shard
 
 ShardedParameter: TypeAlias = ShardedTensor | ShardedTensorFactory
-"""Global name, shape and offset of a parameter; `data` is the parameter itself."""
+"""Global name, shape and offset of a parameter; `data` is the parameter itself, or its `stand_in`."""
+
+
+class HeldRows(NamedTuple):
+    """Rows of a parameter that this rank holds, where the ranks of DP x CP divide it."""
+
+    main: Tensor
+    """[rows, ...], which the optimizer updates."""
+    start: int
+    """Index of the first element in the flattened parameter."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.main.numel()
+
+
+def stand_in_of(parameter: nn.Parameter) -> Any:
+    """Returns a parameter of the same shape, dtype and marks, without memory.
+
+    It replaces a sharded parameter in `sharded_parameters`, and identifies it elsewhere.
+    """
+    stand_in = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    vars(stand_in).update(vars(parameter))
+    return stand_in
+
+
+def divide(parameter: Any, stand_in: Any, held: HeldRows) -> None:
+    """Notes which rows this rank holds of `parameter`, a DTensor with the given stand-in."""
+    parameter.stand_in, stand_in.held = stand_in, held
+
+
+def held_rows(parameter: Any) -> HeldRows | None:
+    """Returns what this rank holds of a divided parameter, given by its stand-in; None for all others."""
+    return getattr(parameter, "held", None)
+
+
+def held_values(parameter: Tensor) -> Tensor:
+    """Returns what this rank holds of a parameter, [rows, ...], in memory that may be written to; all of it if it is
+    not divided."""
+    held = held_rows(parameter)
+    return parameter if held is None else held.main
 
 
 def checkpoint_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
@@ -55,9 +99,10 @@ def sharded_parameters(
     the ranks with the same experts. Each of n ranks has the main replica of every n-th parameter, so that all share the
     writing.
     """
-    # without it megatron-core would use its global state
-    metadata = {"dp_cp_group": groups.dp_cp}
-    states = (value for module in modules for value in nested_values(module.sharded_state_dict(metadata=metadata)))
+    # without the metadata megatron-core would use its global state
+    metadata, models = {"dp_cp_group": groups.dp_cp}, list(modules)
+    with _stand_ins(models):
+        states = [value for module in models for value in nested_values(module.sharded_state_dict(metadata=metadata))]
     # leaves out TransformerEngine's pickled _extra_state, which is empty without fp8
     parameters = [
         state for state in states if isinstance(state, ShardedTensor | ShardedTensorFactory) and selects(state.key)
@@ -69,13 +114,38 @@ def sharded_parameters(
     ]
 
 
+@contextlib.contextmanager
+def _stand_ins(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Puts stand-ins in the place of divided parameters inside the block."""
+    modules = [module for model in models for module in model.modules()]
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()  # gathered parameters would be taken for undivided ones
+    divided = [
+        (module, name, parameter)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if hasattr(parameter, "stand_in")
+    ]
+    try:
+        for module, name, parameter in divided:
+            module._parameters[name] = parameter.stand_in  # type: ignore[union-attr]
+        yield
+    finally:
+        for module, name, parameter in divided:
+            module._parameters[name] = parameter
+
+
 def _turn(replicas: dist.ProcessGroup, number: int) -> int:
     # round robin, so that ranks write about equally many bytes
     return int((replicas.rank() - number) % replicas.size())
 
 
 def is_written_here(parameter: ShardedParameter) -> bool:
-    """Says whether this rank has the main replica."""
+    """Says whether this rank has the main replica of what it holds."""
+    # ranks of DP x CP that shard a parameter hold no replicas of it
+    if held_rows(parameter.data) is not None:
+        return has_own_shard(parameter)
     return bool(is_main_replica(parameter.replica_id))
 
 
@@ -91,17 +161,58 @@ def optimizer_key(state: str, key: str) -> str:
 
 def shards(parameter: ShardedParameter, key: str, values: Tensor) -> Iterator[ShardedTensor]:
     """Yields the shards of `values`, a tensor with the shape of a parameter such as its moments, as views; fused
-    parameters are split into their parts."""
-    if isinstance(parameter, ShardedTensorFactory):
+    parameters are split into their parts. For a sharded parameter, `values` may be the rows that this rank holds."""
+    held = held_rows(parameter.data)
+    if held is not None and values.shape != parameter.data.shape:
+        yield from _shards_of_rows(parameter, key, values, held.start)
+    elif isinstance(parameter, ShardedTensorFactory):
         # gate and up of linear_fc1 are two slices of the global tensor, with rows of other ranks in between
         yield from nested_values(replace(parameter, key=key, data=values).build())
     else:
         yield replace(parameter, key=key, data=values, dtype=values.dtype)
 
 
+def _shards_of_rows(parameter: ShardedParameter, key: str, values: Tensor, start: int) -> Iterator[ShardedTensor]:
+    for shard in shards(parameter, key, parameter.data):
+        begin, axes = shard.data.storage_offset(), shard.prepend_axis_num  # counted in the parameter, as `start`
+        low, high = max(start, begin), min(start + values.numel(), begin + shard.data.numel())
+        if low < high:
+            row = math.prod(shard.data.shape[1:])
+            assert (low - begin) % row == (high - low) % row == 0, f"{shard.key} is not made of rows of its parameter"
+            part = values.view(-1)[low - start : high - start].view(-1, *shard.data.shape[1:])
+            offset = (*shard.global_offset[:axes], shard.global_offset[axes] + (low - begin) // row)
+            yield replace(
+                shard,
+                data=part,
+                dtype=part.dtype,
+                local_shape=tuple(part.shape),
+                global_offset=(*offset, *shard.global_offset[axes + 1 :]),
+                axis_fragmentations=None,  # the ranks' numbers of rows differ
+            )
+
+
 def whole_of(parameter: ShardedParameter, key: str, values: Tensor) -> Iterator[Shard]:
     """Yields the shards of `values`, the parameter itself or a tensor of its shape, as views."""
     return run_of(parameter, key, values.view(-1), 0, values.numel())
+
+
+def held_of(parameter: ShardedParameter) -> Iterator[Shard]:
+    """Yields the shards of a parameter that this rank holds, as views; those of a sharded one are copies in the dtype
+    that computes."""
+    return _held_of(parameter, lambda main: main.to(parameter.data.dtype))
+
+
+def updated_of(parameter: ShardedParameter) -> Iterator[Shard]:
+    """Yields the shards of a parameter that this rank holds, as views that later updates change; those of a sharded one
+    are its float32 main weights."""
+    return _held_of(parameter, lambda main: main)
+
+
+def _held_of(parameter: ShardedParameter, values_of: Callable[[Tensor], Tensor]) -> Iterator[Shard]:
+    held = held_rows(parameter.data)
+    if held is None:
+        return whole_of(parameter, parameter.key, parameter.data)
+    return run_of(parameter, parameter.key, values_of(held.main).view(-1), held.start, held.end)
 
 
 def run_of(parameter: ShardedParameter, key: str, values: Tensor, start: int, end: int) -> Iterator[Shard]:

@@ -173,9 +173,11 @@ class _Replies:
         """Pieces of each pass: number of the prompt, position of the first token, number of tokens."""
 
     def go_on(self) -> bool:
-        """Says whether this replica runs another pass; with expert parallelism, whether any replica needs one."""
-        is_missing = bool(self._waiting or self._active)
-        return any_rank(is_missing, self._groups.device) if self._groups.layout.ep > 1 else is_missing
+        """Says whether this replica runs another pass; as long as any replica needs one, if a pass of one needs the
+        others: with expert parallelism, and where they divide the weights."""
+        is_missing, layout = bool(self._waiting or self._active), self._groups.layout
+        needs_others = layout.ep > 1 or layout.shard == "weights"
+        return any_rank(is_missing, self._groups.device) if needs_others else is_missing
 
     def run_pass(self) -> None:
         """Begins answers if the cache has room, else continues all by one token."""
@@ -185,7 +187,7 @@ class _Replies:
         self._passes.append(
             [(answer.number, piece.start, len(piece.tokens)) for answer, piece in zip(current, pieces, strict=True)]
         )
-        # a replica that only serves experts reads a dummy row
+        # a replica that only serves others reads a dummy row
         logits = self._model.next_logits(pieces, of_prompts=bool(fresh) or not current)
         if not current:
             return

@@ -22,7 +22,7 @@ MAX_STAGES = 8
 _AXES_OF_CP: dict[CpComm, dict[str, str]] = {"allgather": {}, "ulysses": {"cp_comm": "ulysses"}, "ring": {"ring": "on"}}
 _DEGREES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")
 _TOKEN = re.compile(
-    r"(?P<axis>vpp|etp|tp|pp|cp|dp|ep|mbs)(?P<number>\d+)|(?P<option>sp|ulysses|allgather|ring)|\[(?P<stages>[\d+]+)\]|-"
+    r"(?P<axis>vpp|etp|tp|pp|cp|dp|ep|mbs)(?P<number>\d+)|(?P<option>sp|ulysses|allgather|ring|weights)|\[(?P<stages>[\d+]+)\]|-"
 )
 
 
@@ -178,6 +178,8 @@ class DerivedTrials:
         if section.etp > 1:
             etp = _divisor_below(section.etp, max_ranks)
             parts["etp"] = [_with_expert_ranks(Trial(etp=etp, micro_batch_size=None))]
+        if section.shard == "weights":
+            parts["shard"] = [Trial(dp=2, shard="weights", micro_batch_size=2)]
         return parts
 
 
@@ -225,7 +227,7 @@ def _fields(name: str) -> dict[str, Any]:
         if match is None:
             raise ConfigError(
                 f"--layouts {name}: {name[position:]!r} is not known; a layout is made of tp2, sp, pp2, vpp2, [1+2], "
-                "cp2, ulysses, allgather, ring, dp2, ep2, etp2 and mbs2"
+                "cp2, ulysses, allgather, ring, dp2, weights, ep2, etp2 and mbs2"
             )
         position = match.end()
         key, value = _meaning(match)
@@ -244,9 +246,11 @@ def _meaning(match: re.Match[str]) -> tuple[str, Any]:
         return {"mbs": "micro_batch_size"}.get(match["axis"], match["axis"]), int(match["number"])
     if match["stages"]:
         return "stage_shares", tuple(int(count) for count in match["stages"].split("+") if count)
-    option = match["option"] or ""
-    if option == "sp":
-        return "sp", True
+    match option := match["option"] or "":
+        case "sp":
+            return "sp", True
+        case "weights":
+            return "shard", "weights"
     return "cp_comm" if option else "", option
 
 
@@ -322,6 +326,8 @@ def _axes(layout: Layout, num_microbatches: int) -> dict[str, str]:
     used = {axis: str(getattr(layout, axis)) for axis in _DEGREES if getattr(layout, axis) > 1}
     if layout.sp:
         used["sp"] = "on"
+    if layout.shard == "weights":
+        used["shard"] = "weights"
     if layout.stage_layers is not None:
         used["stage_layers"] = "+".join(map(str, layout.stage_layers))
     if layout.cp > 1:

@@ -102,7 +102,7 @@ class LayoutResult:
     """Such as `tp2sp-pp1-cp1-dp2-mbs1`."""
     axes: dict[str, str]
     """Axes in use beyond one process with one microbatch, such as {"tp": "2", "sp": "on"}. Possible axes: tp sp pp vpp
-    stage_layers cp cp_comm ring dp ep etp microbatches."""
+    stage_layers cp cp_comm ring dp shard ep etp microbatches."""
     num_ranks: int
     seconds: float
     steps: tuple[StepValues, ...] = ()

@@ -251,7 +251,7 @@ def standing(parts: Parts) -> Standing:
     for part in inner.chained_optimizers:
         state_of = {id(main): state for main, state in part.optimizer.state.items()}
         held += [_arrays({"main": main, **state_of.get(id(main), {})}) for _, main, *_ in state.flat_slices()]
-    parameters = [_numpy(parameter) for chunk in parts.model.chunks for parameter in chunk.parameters()]
+    parameters = [_numpy(shard.data) for shard in parameter_shards(parts.model.chunks, parts.model.groups)]
     random_bytes = bytes(torch.get_rng_state().numpy())
     return Standing(parameters, held, state.adam_step(), state.loss_scaler(), random_bytes)
 

@@ -108,6 +108,7 @@ def _tokens(values: Any) -> Any:
         (Layout(dp=2), OVERLAP | TIED),
         (Layout(pp=2, dp=2), BF16 | TIED | OVERLAP),
         (Layout(dp=2), BF16 | NOT_DISTRIBUTED),
+        (Layout(dp=2, shard="weights"), BF16 | TIED),
     ],
     ids=str,
 )
@@ -166,6 +167,7 @@ ELSEWHERE: list[tuple[bool, Layout, dict[str, Any]]] = [
     (False, Layout(tp=2, sp=True, cp=2), OVERLAP),
     (False, Layout(pp=2, stage_layers=(1, 3)), {"layout.pp": 2, "layout.stage_layers": (1, 3)}),
     (False, Layout(dp=2), NOT_DISTRIBUTED),
+    (False, Layout(dp=4, shard="weights"), {}),
     (False, Layout(cp=2, dp=2), OVERLAP),
     # tables are one where a rank has both ends of the model, and two where a pipeline or tensor ranks part them
     (True, Layout(), {}),
@@ -230,13 +232,30 @@ def half(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder, pool.run(ranks.train, SAVED_TIED, config, folder, None, 2, 2, ["save"])[0]
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=4), Layout(tp=2, dp=2), Layout(dp=4)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(tp=4), Layout(tp=2, dp=2), Layout(dp=4), Layout(dp=2, shard="weights")], ids=str
+)
 def test_float32_main_weights_of_bf16_travel_between_layouts(pool: Pool, half: Any, layout: Layout) -> None:
     folder, straight = half
     saved = straight.whole["save"]
     assert any((main != saved.parameters[name]).any() for name, main in saved.main.items()), "all are bf16 numbers"
     resumed: Outcome = pool.run(ranks.train, layout, configured(**BF16, **TIED), folder, 2, 2, None, ["begin"])[0]
     assert_same_model(saved, resumed.whole["begin"])
+
+
+@pytest.mark.parametrize("changes", [BF16 | TIED, STEADY], ids=["bf16", "fp32"])
+def test_weights_may_be_divided_at_one_start_and_whole_at_the_next(
+    pool: Pool, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    config = configured(**changes, **FEW_LAYERS)
+    divided, whole = Layout(tp=2, dp=2, shard="weights"), Layout(tp=2, dp=2)
+    straight: Outcome = pool.run(ranks.train, divided, config, tmp_path, None, 2, 1, ["save", "end"])[0]
+    resumed: Outcome = pool.run(ranks.train, whole, config, tmp_path, 1, 2, None, ["begin", "end"])[0]
+    assert_same_model(straight.whole["save"], resumed.whole["begin"])
+    assert resumed.loaded is not None
+    assert resumed.loaded.random_states_continue
+    if config.train.precision == "fp32":
+        np.testing.assert_allclose(resumed.steps, straight.steps[1:], rtol=1e-5)
 
 
 def test_a_new_run_starts_from_the_main_weights(pool: Pool, half: Any) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from mtrain.core.engine.optimizer_state import STATES
 from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.build import unwrap
+from mtrain.core.layers.sharded_parameters import sharded_parameters
 
 
 @torch.no_grad()
@@ -19,13 +21,13 @@ def whole_states(model: RankModel) -> Iterator[tuple[Tensor, str, Tensor]]:
     held = {
         id(flat_slice.parameter): (flat_slice, states) for flat_slice, states in optimizer.state.flat_slice_states()
     }
-    shards = optimizer.inner.chained_optimizers[0].config.use_distributed_optimizer
-    for parameter in (each for chunk in model.chunks for each in chunk.parameters() if each.requires_grad):
+    places = sharded_parameters(map(unwrap, model.chunks), model.groups)
+    for parameter in (place.data for place in places if place.data.requires_grad):
         for name in STATES:
             whole = torch.zeros(parameter.shape)
             if id(parameter) in held:
                 flat_slice, states = held[id(parameter)]
                 whole.view(-1)[flat_slice.start : flat_slice.end] = states[name].flatten()
-            if shards:
+            if model.sharded.is_divided:
                 dist.all_reduce(whole, group=model.groups.replicas_of(parameter))
             yield parameter, name, whole

@@ -117,12 +117,13 @@ def test_greedy_answers_are_those_of_transformers(
         # stages pass what they pass in training
         pytest.param(["llama"], {"pp": 2, "vpp": 2}, 64, marks=pytest.mark.nightly),
         (["mixtral"], {"ep": 2}, 1),  # one place for three prompts: the others wait
+        (["llama"], {"shard": "weights"}, 1),
         # heads are divided like those of sinks above, latents as in training
         pytest.param(["llama", "deepseek"], {"tp": 2, "sp": "true"}, 64, marks=pytest.mark.nightly),
         # replicas of cp answer prompts of their own, like those of dp above
         pytest.param(["gpt-oss"], {"cp": 2, "cp_comm": "ulysses"}, 64, marks=pytest.mark.nightly),
     ],
-    ids=["tp2", "pp2-vpp2", "dp2-ep2", "tp2 without sinks", "cp2"],
+    ids=["tp2", "pp2-vpp2", "dp2-ep2", "dp2-weights", "tp2 without sinks", "cp2"],
 )
 def test_the_layout_changes_no_answer(
     pool: Pool,

@@ -1,0 +1,57 @@
+"""Faults of divided weights are seen, and torch's fully_shard sums as it is told to."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from mtrain.arch.layout import Layout
+from tests.core.engine.reduced_ranks import reduced
+from tests.core.engine.sharded_weights_ranks import FAULTS, sums_of_torch, train_with
+from tests.parity.batches import two_steps
+from tests.parity.cases import case, lean
+from tests.parity.compare import Deviation, deviation, initial_parameters, run_oracle
+from tests.parity.ranks import Run
+from tests.pool import Pool
+
+OF_TP = {"replicas in the norm", "sums over tp"}
+WEIGHTS = {"layout__shard": "weights", "loss__chunk_tokens": 7, "model__vocab_size": 64, "model__vocab_multiple": 8}
+
+
+@cache
+def found(pool: Pool, has_tp: bool) -> dict[str | None, Deviation]:
+    """Measures a sound run, and one with each fault of the layout; all in one launch of ranks."""
+    one = lean(case(4, tp=2, sp=True, dp=2) if has_tp else case(4, dp=2))
+    faults = [None, *(name for name in FAULTS if (name in OF_TP) == has_tp)]
+    config, batches = one.config(**WEIGHTS), two_steps()
+    run = Run(config, initial_parameters(config), batches)
+    outcomes = pool.run(train_with, one.resolved(config), faults, run)[0]
+    oracle = run_oracle(config, batches)
+    return {name: deviation(each, oracle, config) for name, each in zip(faults, outcomes, strict=True)}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_divided_weights_is_seen(pool: Pool, fault: str) -> None:
+    everyone = found(pool, fault in OF_TP)
+    everyone[None].assert_below()
+    assert max(everyone[fault]) > 1e-3
+
+
+def test_a_table_outside_its_unit_has_the_gradient_of_one_rank(pool: Pool) -> None:
+    assert found(pool, False)["table outside its unit"].gradient > 0.3
+
+
+@pytest.mark.parametrize("dp", [2, 3])
+def test_torch_sums_gradients_where_each_unit_is_told_so(pool: Pool, dp: int) -> None:
+    for gradient, expected in pool.run(sums_of_torch, Layout(dp=dp), "all"):
+        assert torch.allclose(gradient, expected, rtol=1e-6, atol=0)
+    for gradient, expected in pool.run(sums_of_torch, Layout(dp=dp), "root"):
+        assert torch.allclose(gradient * dp, expected, rtol=1e-6, atol=0), "fully_shard's settings are recursive now"
+
+
+def test_a_half_precision_run_adds_gradients_in_float32(pool: Pool) -> None:
+    one = lean(case(4, dp=2))
+    config = one.config(**WEIGHTS, train__precision="bf16", model__tied_embeddings=True)
+    for seen in pool.run(reduced, one.resolved(config), config, two_steps()[0]):
+        kinds = {each.dtype for each in seen if "reduce_scatter" in each.kind}
+        assert kinds == {"torch.float32"}, seen
