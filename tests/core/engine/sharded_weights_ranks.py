@@ -14,13 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.core.engine import sharded_weights
 from mtrain.core.engine.sharded_weights import ShardedWeights
 from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.output_layer import DeferredLogits
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.forward import forward_totals
-from tests.parity.ranks import Outcome, Run, arrays, build, gather_whole, own_microbatches, parameter_shards, run_step
+from tests.core.state.gathering import gather_whole
+from tests.parity.ranks import Outcome, Run, arrays, build, own_microbatches, run_step
 
 _set_factor = FSDPModule.set_gradient_divide_factor
 _finish = ShardedWeights.finish_grad_sync
@@ -134,7 +136,7 @@ def sums_of_torch(groups: Groups, factor_on: str) -> tuple[Tensor, Tensor]:
     rank = groups.dp_cp.rank()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5, bias=False), torch.nn.Linear(5, 3, bias=False))
-    whole = [layer.weight.detach().clone().requires_grad_() for layer in model]
+    whole = [weight.detach().clone().requires_grad_() for weight in model.parameters()]
     mesh = DeviceMesh.from_group(groups.dp_cp, "cpu")
     for module in (*model, model):
         fully_shard(module, mesh=mesh)

@@ -21,7 +21,7 @@ from mtrain.core.layers.transformer_config import compute_in_float64, transforme
 from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
-from mtrain.verify.core.worker import _NeverUpdates
+from mtrain.verify.core.worker import _NoUpdates
 from tests.core.state.gathering import gather_whole
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Arrays, arrays, own_microbatches, set_parameters
@@ -49,7 +49,7 @@ def steps(groups: Groups, runs: Sequence[tuple[Config, Mapping[str, Any], Global
 def _step(groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch) -> Step:
     sharded = build_model(config, groups, weights_follow=True, in_float64=True)
     set_parameters(sharded.chunks, groups, parameters)
-    model = RankModel(config, groups, sharded, _NeverUpdates(sharded, groups))
+    model = RankModel(config, groups, sharded, _NoUpdates(sharded, groups))
     step = TrainingStep(model, replace(Objective.from_config(config.loss, config.model), choices=()))
     codes: set[bytes] = set()
     count = 0
