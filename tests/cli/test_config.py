@@ -21,7 +21,7 @@ def test_a_key_is_explained() -> None:
     assert code == 0, text
     assert text == (
         "optimizer.clip_grad\n  number >= 0; default 1.0\n"
-        "  Largest global norm of the normalised gradient; 0 turns clipping off.\n\n"
+        "  Largest global norm of the gradient, after division by the denominator; 0 turns clipping off.\n\n"
     )
     code, text = call("config", "num_steps")
     assert text.startswith("train.num_steps\n  integer >= 0, steps; default 0\n")
