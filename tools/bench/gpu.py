@@ -53,6 +53,8 @@ SECTIONS = {
     "products": Section(speed.products, 50, "above 0.75 of the peak; every MFU below is read beside it"),
     "1B": Section(speed.dense_1b, 150, f"{_FASTER}; MFU of the fastest above 45 %; most time in products"),
     "experts": Section(speed.experts, 90, f"{_FASTER}; MFU above 28 %"),
+    "experts apart": Section(speed.experts_apart, 40, "grouped products take most; a capacity costs what it adds"),
+    "fp8": Section(speed.fp8, 90, "rowwise and blockwise are faster than bf16, by 10 % and more"),
     "8B, 8 layers": Section(speed.dense_8b, 100, _FASTER),
     "hybrid": Section(speed.hybrid, 90, "regions faster than without: norms centred on zero cast eagerly otherwise"),
     "packed finetuning": Section(speed.finetuning, 60, "packed is faster than padded to the longest"),
@@ -64,7 +66,7 @@ SECTIONS = {
         correctness.grouped_product, 50, "passed: empty experts and memory of NaN change nothing"
     ),
     "deterministic runs": Section(speed.deterministic_runs, 90, "passed: the same bits twice"),
-    "verify backend": Section(correctness.certified, 100, "regions pass; they are faster than torch's layers"),
+    "verify backend": Section(correctness.certified, 150, "regions and fp8 pass; they are faster than torch's layers"),
     "verify parity, regions": Section(correctness.verified("parity", "train.compile=regions"), 100, "PASS twice"),
     "verify parity": Section(correctness.verified("parity"), 100, "PASS twice"),
     "resume with dropout": Section(correctness.resumed_with_dropout, 80, "passed: the same bits"),

@@ -269,7 +269,10 @@ def certified(bench: Bench) -> dict[str, Any]:
     model = TINY if bench.is_tiny else ONE_B
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, keys in (("plain", ()), ("documents", ("data.isolate_documents=true",))):
+        fp8 = ("model.backend=torch", "train.fp8=hybrid") if bench.device == "cuda" else ()
+        cases: dict[str, tuple[str, ...]] = {"plain": (), "documents": ("data.isolate_documents=true",)}
+        cases |= {f"fp8 {recipe}": (*fp8, f"train.fp8_recipe={recipe}") for recipe in ("rowwise", "blockwise") if fp8}
+        for name, keys in cases.items():
             path, certificates = _run_folder(bench, model, Path(folder) / name), Path(folder) / name / "certificates"
             size = () if bench.is_tiny else ("data.seq_length=2048",)
             lines = _mtrain("verify", "backend", str(path), *keys, *size, "--certificates", str(certificates))

@@ -40,9 +40,11 @@ from tools.bench.one_gpu.shapes import (
     TINY_WINDOWS,
     WINDOWS,
     Bench,
+    Model,
     config_of,
     speed_config,
 )
+from tools.bench.parts.experts import Size, measure
 
 KERNELS = {
     "attention": "flash|fmha|sdpa|attention|attn",
@@ -94,6 +96,25 @@ def experts(bench: Bench) -> dict[str, Any]:
     """Compares contenders on a model with 64 experts, 8 per token."""
     config = speed_config(bench, TINY_EXPERTS if bench.is_tiny else EXPERTS, 4096, 1)
     return _compared(bench, config, _own_builds(bench) | {"megatron-core local": stock})
+
+
+def fp8(bench: Bench) -> dict[str, Any]:
+    """Compares our layers in bf16 and in fp8 on Llama 3.2 1B, all with regions; a CPU emulates one recipe."""
+    compiled = {"compile": "regions" if bench.device == "cuda" or bench.compiles_tiny else "none"}
+    changes: dict[str, dict[str, dict[str, Any]]] = {"mtrain": {"train": compiled}}
+    for recipe in ("rowwise", "blockwise") if bench.device == "cuda" else ("rowwise",):
+        of_run = {"model": {"backend": "torch"}, "train": compiled | {"fp8": "hybrid", "fp8_recipe": recipe}}
+        changes[f"mtrain, fp8 {recipe}"] = of_run
+    config = speed_config(bench, TINY if bench.is_tiny else ONE_B, 4096, 2)
+    return _compared(bench, config, {name: functools.partial(_changed, changed) for name, changed in changes.items()})
+
+
+def experts_apart(bench: Bench) -> dict[str, Any]:
+    """Measures the sorting of tokens and the products of a layer of experts, each forward and backward."""
+    model = TINY_EXPERTS if bench.is_tiny else EXPERTS
+    section, tokens = model["experts"], 128 if bench.is_tiny else 4096
+    size = Size(section["num_experts"], model["hidden_size"], section["ffn_hidden_size"], tokens * section["top_k"])
+    return measure(size, torch.bfloat16, bench.torch_device, bench.rounds, section["top_k"])._asdict()
 
 
 def hybrid(bench: Bench) -> dict[str, Any]:
@@ -158,9 +179,13 @@ def finetuning(bench: Bench) -> dict[str, Any]:
 
 def waits(bench: Bench) -> dict[str, Any]:
     """Lists where the host waits for the device in the third step of training, by file and line."""
-    models = {
+    models: dict[str, tuple[Model, dict[str, Any]]] = {
         "dense": (TINY, {}),
         "experts": (TINY_EXPERTS, {}),
+        "experts with a capacity": (
+            TINY_EXPERTS | {"experts": TINY_EXPERTS["experts"] | {"capacity_factor": 1.25}},
+            {"loss__allow_layout_dependent": True},
+        ),
         "packed": (TINY, {"data__packing": {}, "data__isolate_documents": True}),
     }
     found: dict[str, Any] = {}

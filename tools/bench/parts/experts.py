@@ -2,12 +2,14 @@
 
 Each contender runs the feed-forward networks of a rank's experts, forward and backward, on the same tokens: two
 products with SwiGLU between them. Tokens spread over the experts as a random router would spread them; some experts can
-go without. Rounds of both alternate in one process; a row shows the median time of each over rounds, and the median
-over rounds of the ratio within a round.
+go without. What brings tokens to their experts and back is measured apart, and both with a capacity of 1.25 as well,
+where every expert has as many rows as it may take. Rounds of all alternate in one process; a row shows the median time
+of each over rounds, and the median over rounds of the ratio within a round.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from functools import partial
@@ -17,6 +19,7 @@ from typing import Annotated, NamedTuple
 
 import torch
 import typer
+from megatron.core.transformer.moe.moe_utils import unpermute
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,6 +27,7 @@ if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[3]))
 
 from mtrain.core.layers.moe.grouped_gemm import Product, grouped, has_grouped, sequential
+from mtrain.core.layers.moe.layer import by_expert
 
 
 class Size(NamedTuple):
@@ -33,7 +37,7 @@ class Size(NamedTuple):
     hidden: int
     ffn: int
     tokens: int
-    """Number of tokens of all experts together."""
+    """Tokens of all experts together, as many times as they are chosen."""
 
 
 class Times(NamedTuple):
@@ -43,6 +47,9 @@ class Times(NamedTuple):
     grouped_ms: float
     ratio: float
     """Ratio grouped / sequential within a round."""
+    grouped_to_capacity_ms: float
+    sorting_ms: float
+    sorting_to_capacity_ms: float
 
 
 SIZES = [
@@ -87,18 +94,30 @@ def run(given: Inputs, product: Product) -> None:
     torch.autograd.grad(output, given[:3], torch.ones_like(output))
 
 
-def measure(size: Size, dtype: torch.dtype, device: torch.device, rounds: int) -> Times:
-    """Measures rounds of both in turn."""
-    given = inputs(size, dtype, device)
-    pairs = [
-        [_milliseconds(partial(run, given, product), device) for product in (sequential, grouped)]
-        for _ in range(rounds + 1)
-    ][1:]  # the first round warms up
-    return Times(
-        sequential_ms=statistics.median(one for one, _ in pairs),
-        grouped_ms=statistics.median(two for _, two in pairs),
-        ratio=statistics.median(two / one for one, two in pairs),
-    )
+def sort(tokens: Tensor, scores: Tensor, top_k: int, capacity: int | None) -> None:
+    """Brings tokens [n, hidden] to the best experts by scores [n, experts] and adds them up again, forward and
+    backward."""
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(top_k, dim=1).indices, True)
+    if capacity is not None:
+        chosen &= chosen.cumsum(0) <= capacity
+    rows, weights, token_of_row = by_expert(tokens, chosen, scores, top_k, capacity)
+    output = unpermute(rows * weights.unsqueeze(1).to(rows.dtype), token_of_row, tokens.shape)
+    torch.autograd.grad(output, [tokens, scores], torch.ones_like(output))
+
+
+def measure(size: Size, dtype: torch.dtype, device: torch.device, rounds: int, top_k: int = 2) -> Times:
+    """Measures rounds of all contenders in turn."""
+    given, capacity = inputs(size, dtype, device), math.ceil(1.25 * size.tokens / size.experts)
+    padded = inputs(size._replace(tokens=size.experts * capacity), dtype, device)
+    padded = padded._replace(counts=torch.full_like(padded.counts, capacity))
+    tokens = given.tokens[: size.tokens // top_k].detach().requires_grad_()
+    scores = torch.rand(len(tokens), size.experts, device=device, requires_grad=True)
+    calls = [partial(run, given, sequential), partial(run, given, grouped), partial(run, padded, grouped)]
+    calls += [partial(sort, tokens, scores, top_k, room) for room in (None, capacity)]
+    # the first round warms up
+    times = list(zip(*[[_milliseconds(call, device) for call in calls] for _ in range(rounds + 1)][1:], strict=True))
+    one, two, *others = map(statistics.median, times)
+    return Times(one, two, statistics.median(b / a for a, b in zip(times[0], times[1], strict=True)), *others)
 
 
 def _milliseconds(call: partial[None], device: torch.device) -> float:
@@ -117,15 +136,15 @@ def main(
 ) -> None:
     """Prints a table of times and ratios."""
     print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads")
-    print("| dtype | experts | hidden | ffn | tokens | sequential ms | grouped ms | grouped / sequential |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| | experts | hidden | ffn | tokens | one by one ms | grouped ms | ratio | capacity | sorting | capacity |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for name, dtype in DTYPES.items():
         if not has_grouped(torch.device(device).type, dtype):
             print(f"no grouped product in {name} on {device}")
             continue
         for size in SIZES:
             times = measure(size, dtype, torch.device(device), rounds)
-            cells = [name, *size, f"{times.sequential_ms:.1f}", f"{times.grouped_ms:.1f}", f"{times.ratio:.2f}"]
+            cells = [name, *size, *(f"{each:.2f}" for each in times)]
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
