@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -15,13 +15,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mtrain.checkpoint.state.gather import parameter_shards
+from mtrain.config import Config
 from mtrain.core.engine import sharded_weights
 from mtrain.core.engine.sharded_weights import ShardedWeights
 from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.output_layer import DeferredLogits
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.forward import forward_totals
+from tests.core.engine.counting import Counting
 from tests.core.state.gathering import gather_whole
+from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Outcome, Run, arrays, build, own_microbatches, run_step
 
 _set_factor = FSDPModule.set_gradient_divide_factor
@@ -125,6 +128,40 @@ def _after_a_look(built: Any, objective: Any, rows: Any) -> Callable[..., Any]:
         return update(*arguments)
 
     return looked
+
+
+class Traffic(NamedTuple):
+    """Elements that a step moves over the ranks of DP x CP."""
+
+    gathered: int
+    summed: int
+    num_passes: int
+    of_table: int
+    """Elements of the output layer, rows of padding included."""
+    of_others: int
+
+
+def traffic(groups: Groups, config: Config, batch: GlobalBatch) -> Traffic:
+    """Counts the elements of all gathers and sums of a step's gradients."""
+    built = build(groups, config)
+    rows = own_microbatches(batch, groups, config)
+    assert rows is not None
+    with Counting() as counting:
+        built.training.forward_backward(rows)
+    moved = counting.counts.collectives.items()
+    sizes = {True: 0, False: 0}
+    sharded: Any = built.model.sharded
+    for each in sharded._learning:
+        size = groups.dp_cp.size()
+        rows_of_rank = -(-each.stand_in.shape[0] // size)
+        sizes[each.name.startswith("output_layer")] += rows_of_rank * size * each.stand_in[0].numel()
+    return Traffic(
+        sum(count * elements for (name, elements), count in moved if "allgather" in name),
+        sum(count * elements for (name, elements), count in moved if "reduce_scatter" in name),
+        len(rows),
+        sizes[True],
+        sizes[False],
+    )
 
 
 def sums_of_torch(groups: Groups, factor_on: str) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 
 from mtrain.arch.layout import Layout
 from tests.core.engine.reduced_ranks import reduced
-from tests.core.engine.sharded_weights_ranks import FAULTS, sums_of_torch, train_with
+from tests.core.engine.sharded_weights_ranks import FAULTS, sums_of_torch, traffic, train_with
 from tests.parity.batches import two_steps
 from tests.parity.cases import case, lean
 from tests.parity.compare import Deviation, deviation, initial_parameters, run_oracle
@@ -47,6 +47,16 @@ def test_torch_sums_gradients_where_each_unit_is_told_so(pool: Pool, dp: int) ->
         assert torch.allclose(gradient, expected, rtol=1e-6, atol=0)
     for gradient, expected in pool.run(sums_of_torch, Layout(dp=dp), "root"):
         assert torch.allclose(gradient * dp, expected, rtol=1e-6, atol=0), "fully_shard's settings are recursive now"
+
+
+def test_a_pass_gathers_layers_twice_and_sums_their_gradients_once(pool: Pool) -> None:
+    """The output layer stays gathered from the forward pass to the backward pass."""
+    one = lean(case(4, dp=2))
+    config = one.config(layout__shard="weights")
+    for seen in pool.run(traffic, one.resolved(config), config, two_steps()[0]):
+        assert seen.gathered == seen.num_passes * (2 * seen.of_others + seen.of_table)
+        assert seen.summed == seen.num_passes * (seen.of_others + seen.of_table)
+        assert seen.num_passes > 1
 
 
 def test_a_half_precision_run_adds_gradients_in_float32(pool: Pool) -> None:

@@ -98,6 +98,7 @@ def test_uneven_stages_stay_uneven(layout: dict[str, object], expected: str) -> 
             "tp2sp-pp2vpp2-cp2ulysses-dp1-mbs4",
             Trial(tp=2, sp=True, pp=2, vpp=2, cp=2, cp_comm="ulysses", micro_batch_size=4),
         ),
+        ("dp2weights", Trial(dp=2, shard="weights")),
         ("tp2sp-pp1-cp1-dp4-ep4etp2-mbs2", Trial(tp=2, sp=True, dp=4, ep=4, etp=2, micro_batch_size=2)),
         ("tp1-pp2[1+3]-cp1-dp2-mbs2", Trial(pp=2, dp=2, micro_batch_size=2, stage_shares=(1, 3))),
         ("cp2allgather", Trial(cp=2)),
