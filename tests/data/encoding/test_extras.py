@@ -215,7 +215,9 @@ def test_several_numbers_have_to_be_so_many(configured: Callable[..., Config]) -
     for bad in (1.0, [[0, 0], [-1, -2], [-1], [-1, -1]], [-1, -2, -1, -1]):
         with refuses(DataError, "line 1", "'topk_logprobs'"):
             StepLoader(configured([TEACHER | {"topk_logprobs": bad}], TOP_K), 0, 1)
-    with pytest.raises(ValidationError, match=r"extras names 'topk_ids:x', but the colon must be followed by the count of numbers"):
+    with pytest.raises(
+        ValidationError, match=r"extras names 'topk_ids:x', but the colon must be followed by the count of numbers"
+    ):
         configured([TEACHER], ("topk_ids:x",))
     with pytest.raises(ValidationError, match="extras names 'topk_ids' twice"):
         configured([TEACHER], ("topk_ids:2", "topk_ids:3"))
