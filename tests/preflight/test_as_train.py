@@ -262,7 +262,7 @@ CASES = {
     "no tokenizer": Case(3, "nowhere", lambda place: {"data": place.sft(LINE, tokenizer="nowhere")}),
     "no prompts": Case(
         3,
-        "cannot be read",
+        "which should hold prompts, does not exist",
         lambda place: {"data": place.sft(LINE), "eval": {"prompts_file": "nowhere.txt", "interval_steps": 1}},
     ),
     "a tensor less": _hf("lacks model.norm.weight", _without_norm),
@@ -301,8 +301,8 @@ CASES = {
     "a run on other data": Case(
         3, "are not those that", lambda place: {"run": place.continued, "data": place.indexed(place.corpus(41))}
     ),
-    "a byte of the run's checkpoint": Case(3, "other bytes", _flipped_run),
-    "a byte of the weights to start from": Case(3, "other bytes", _flipped_start),
+    "a byte of the run's checkpoint": Case(3, "has changed since it was saved", _flipped_run),
+    "a byte of the weights to start from": Case(3, "has changed since it was saved", _flipped_start),
     "a run whose checkpoint is damaged": Case(3, "no usable checkpoint", _damaged),
 }
 
