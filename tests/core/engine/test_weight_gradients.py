@@ -42,6 +42,7 @@ def test_every_linear_layer_adds_its_own(pool: Pool, precision: dict[str, str]) 
 MODELS: dict[str, dict[str, Any]] = {
     "adapter": {"adapter.rank": 4},
     "depths": {"model.mtp_depths": 2},
+    "fp8": {"model.backend": "torch", "train.fp8": "hybrid"},
     "latent attention": {
         "model.mla": {
             "q_lora_rank": 16,
