@@ -125,6 +125,6 @@ def test_folders_are_named_once(tmp_path: Path) -> None:
     assert "are both given" in text
     code, text = call("convert", "import", tmp_path / "hf")
     assert code == 2
-    assert "OUT or --out: there is none" in text
+    assert "OUT or --out: is missing" in text
     code, text = call("convert", "import", "--hf", tmp_path / "hf", "--out", tmp_path / "out")
     assert code == 0, text

@@ -134,7 +134,7 @@ def test_a_service_without_its_process_of_http_ends(tmp_path: Path, notice: Noti
 def test_a_process_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with listener_at("127.0.0.1", 0) as listener:
         setup = Setup(served_model(), tmp_path, None, Store(tmp_path).lock, listener.fileno())
-        for program, fact in (("/bin/false", "exit code 1"), (str(tmp_path / "none"), "cannot be started")):
+        for program, fact in (("/bin/false", "exit code 1"), (str(tmp_path / "none"), "cannot start the HTTP process")):
             monkeypatch.setattr(sys, "executable", program)
             with refuses(MachineError, fact), linked(setup):
                 pass
