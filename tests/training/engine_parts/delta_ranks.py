@@ -101,7 +101,7 @@ def broadcast(groups: Groups, config: Config) -> list[Any]:
             whole = dict(engine.named_hf_tensors(everywhere=False))
             is_same = all(torch.equal(copy.tensors[name], each.bfloat16()) for name, each in whole.items())
             found.append((deltas.sync, len(names), num_bytes, is_same))
-        with pytest.raises(ConfigError, match="rank 0 sends the weights, but group is None"):
+        with pytest.raises(ConfigError, match="rank 0 sends the weights, but its group is None"):
             deltas.broadcast(None)
         with pytest.raises(ConfigError, match="the configuration has no adapter section"):
             engine.weight_deltas("adapter")

@@ -46,7 +46,7 @@ def streamed_and_exported(groups: Groups, config: Config, folder: str) -> Stream
         num_bytes = engine.broadcast_hf_tensors(sender, bucket_bytes=5000)
         if engine.rank == 0:
             thread.join()
-        with pytest.raises(ConfigError, match="rank 0 sends the weights, but group is None"):
+        with pytest.raises(ConfigError, match="rank 0 sends the weights, but its group is None"):
             engine.broadcast_hf_tensors(None)
         with pytest.raises(ConfigError, match="the configuration has no adapter section"):
             engine.named_hf_tensors("adapter")

@@ -185,7 +185,7 @@ def test_the_last_update_is_judged_before_it_is_saved(pool: Pool, tmp_path: Path
     for ending in endings:
         assert ending.exit_code == notice.exit_code
         assert "the weights after step 1, the last one: the loss of term 'main' is nan" in ending.message
-        assert ending.message.endswith("there is no good checkpoint to go back to")
+        assert ending.message.endswith("no good checkpoint is left to go back to")
     assert whole(tmp_path) == []
 
 
