@@ -67,6 +67,7 @@ def assert_near_the_oracle(
     ("precision", "case"),
     [
         ("fp16", CASES[2]),
+        ("bf16", lean(case(tp=2, sp=True, dp=2, shard="weights"), 4)),
         # the day has bf16 under tp and cp in one of the families
         *(at_night("bf16", each) for each in CASES),
         at_night("fp16", CASES[1]),
