@@ -141,5 +141,5 @@ def test_an_adapter_takes_the_memory_that_check_says_and_leaves_none(pool: Pool,
 def test_adapters_that_cannot_be_are_refused(pool: Pool) -> None:
     one = case(2, num_layers=1)
     (said,) = pool.run(adapters_ranks.refused, Layout(), one.config(adapter={"rank": 2}))
-    for text, fact in zip(said, ["'one'", "rank", "model.experts", "closed", "section adapter"], strict=True):
+    for text, fact in zip(said, ["'one'", "rank", "model.experts", "closed", "add an adapter section"], strict=True):
         check_message(text, fact)

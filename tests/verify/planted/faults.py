@@ -304,14 +304,14 @@ def _full_width_norm_by_rank(chunks: Sequence[nn.Module]) -> None:
 
 
 class _OneDocument(RecurrentCore):
-    def _computed(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
-        return super()._computed(inputs, held, None)
+    def _computed(self, inputs: Inputs, parameters: CoreParameters, document_starts: Tensor | None) -> Tensor:
+        return super()._computed(inputs, parameters, None)
 
 
 class _HalfDecay(RecurrentCore):
-    def _computed(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
+    def _computed(self, inputs: Inputs, parameters: CoreParameters, document_starts: Tensor | None) -> Tensor:
         rounded = inputs.log_decay.bfloat16().to(inputs.log_decay.dtype)
-        return super()._computed(inputs._replace(log_decay=rounded), held, document_starts)
+        return super()._computed(inputs._replace(log_decay=rounded), parameters, document_starts)
 
 
 class _StateDropped(RecurrentCore):
