@@ -149,7 +149,10 @@ def _precompiled(charsmap: str) -> dict[str, str]:
 )
 @pytest.mark.parametrize(
     ("charsmap", "why"),
-    [("AAAA", r"is not a tokenizer\.json \(Precompiled"), ("CAAAAP////////8AAAAA", "cannot encode or decode .index out of")],
+    [
+        ("AAAA", r"is not a tokenizer\.json \(Precompiled"),
+        ("CAAAAP////////8AAAAA", "cannot encode or decode .index out of"),
+    ],
 )
 def test_a_panic_of_the_library_is_one_message(
     folder: Path, tmp_path: Path, charsmap: str, why: str, notice: Notice

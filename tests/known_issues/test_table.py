@@ -89,7 +89,11 @@ def test_megatron_fsdp_is_not_used() -> None:
     """Looks for its names in the code that calls Megatron-Core; torch's fully_shard is another one."""
     sources = {path: path.read_text() for path in (ROOT / "mtrain" / "core").rglob("*.py")}
     assert any("DistributedDataParallel" in text for text in sources.values())
-    assert [path for path, text in sources.items() if re.search(r"megatron_fsdp|megatron\.core\.distributed\.fsdp|FullyShardedDataParallel", text)] == []
+    assert [
+        path
+        for path, text in sources.items()
+        if re.search(r"megatron_fsdp|megatron\.core\.distributed\.fsdp|FullyShardedDataParallel", text)
+    ] == []
 
 
 LATENT: dict[str, Any] = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}

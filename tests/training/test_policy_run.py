@@ -171,7 +171,9 @@ def test_what_a_loss_reads_has_to_be_named(pool: Pool, folder: Path, notice: Not
 
 def test_records_of_pairs_have_no_such_numbers(folder: Path) -> None:
     dpo: dict[str, Any] = {"loss__options": {}, "loss__side_terms": {}, "loss__aggregation": "seq-mean-token-sum"}
-    with pytest.raises(ValidationError, match=r"data\.extras=\['advant.* but loss\.function=dpo compares several answers"):
+    with pytest.raises(
+        ValidationError, match=r"data\.extras=\['advant.* but loss\.function=dpo compares several answers"
+    ):
         small(folder, loss__function="dpo", **dpo)
 
 
