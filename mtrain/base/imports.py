@@ -199,7 +199,7 @@ def _beyond_bounds(version: str) -> str | None:
 
 
 def _hide(package: str) -> None:
-    # an import finds a loaded module even if its parent is hidden, so loaded parts of a broken package are hidden, too
+    # an import finds a loaded module even if its parent is hidden, so loaded parts of a broken package are also hidden
     loaded = [name for name in sys.modules if name.startswith(f"{package}.")]
     for name in (package, *loaded):
         sys.modules[name] = None  # type: ignore[assignment]

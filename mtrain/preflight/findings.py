@@ -22,7 +22,7 @@ class Findings:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Records a fault that ends the block, so that the check goes on and finds all faults."""
+        """Records a fault that ends the block, so that the check continues and finds all faults."""
         try:
             yield
         except MtrainError as fault:

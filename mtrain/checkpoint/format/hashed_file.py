@@ -1,6 +1,6 @@
 """Files that are hashed while they are written.
 
-Hashing runs in a thread beside the writing, since both release the GIL. Another thread starts the writeback of what has
+Hashing runs in a thread while another writes, as both release the GIL. Another thread starts the writeback of what has
 been written so far, so that the sync at the end is short.
 """
 

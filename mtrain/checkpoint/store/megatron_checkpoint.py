@@ -31,7 +31,7 @@ _LEGACY = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
 def megatron_folder(path: Path) -> Path | None:
     """Returns the folder with the tensors of another program's checkpoint; None if the path has none. The path is the
-    folder of one iteration, or of several, of which the latest is returned."""
+    folder of one iteration, or of several; then the latest is returned."""
     with disk_faults(f"read {path}"):
         # our checkpoints have a manifest besides .metadata
         if (path / MANIFEST_NAME).exists():

@@ -46,8 +46,8 @@ class Datum:
     logits by it, as does `Engine.forward`; other losses ignore it. None: 1."""
     routed_experts: Any = None
     """Experts of each input token, which routers replay in every pass, [tokens, layers, k] integers (lists, an array or
-    a tensor): len(input_ids) - 1 rows, as vLLM, SGLang and `Engine.generate` return them, or len(input_ids) rows, the
-    last of which is ignored; all layers of the model, where dense ones are ignored. -1 for all k lets the router
+    a tensor): len(input_ids) - 1 rows, as vLLM, SGLang and `Engine.generate` return them, or len(input_ids) rows, and
+    then the last is ignored; all layers of the model, where dense ones are ignored. -1 for all k lets the router
     choose. None: the router always chooses."""
     member: GroupMember | None = None
     """Membership in a group, for losses that compare whole sequences such as dpo; None outside a group."""

@@ -84,7 +84,7 @@ class OptimizerState:
                     group["fused"], group["foreach"] = True, False
 
     def set_adam_step(self, adam_step: int) -> None:
-        """Sets Adam's count of updates, of which each parameter has its own."""
+        """Sets Adam's count of updates, which each parameter keeps for itself."""
         for part in self._parts():
             if _steps_by_parameter(part):
                 for main in (flat_slice.main for flat_slice in self._slices(part)):
@@ -159,7 +159,7 @@ def give_moments(part: Any, main: Tensor, moments: Mapping[str, Tensor]) -> None
 
 
 class GroupCounts:
-    """Update counts of a fused Adam, one per group. Fused Adams count calls, of which an update may make several."""
+    """Update counts of a fused Adam, one per group. Fused Adams count calls, and an update may make several."""
 
     def __init__(self, part: Any) -> None:
         # torch's Adam counts per parameter, which leaves nothing to do here

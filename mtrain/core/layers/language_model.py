@@ -54,7 +54,7 @@ class LanguageModel(LanguageModule):
     has_adapters = False
     """Whether only adapters (and parameters selected by `learns_whole`) are trained, here or on other stages."""
     learns_whole: Callable[[str], bool] | None = None
-    """Says by global name whether a parameter is fully trained beside adapters; None: none is."""
+    """Says by global name whether a parameter is fully trained along with adapters; None: none is."""
     base_fingerprint: str | None = None
     """Fingerprint of the frozen weights; None until they are loaded (mtrain/checkpoint/state/base.py)."""
 

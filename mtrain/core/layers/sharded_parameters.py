@@ -77,7 +77,7 @@ def base_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[S
 
 
 def frozen_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
-    """Returns the parameters that are frozen beside adapters; all of them in a model without adapters."""
+    """Returns the parameters that adapters leave frozen; all of them in a model without adapters."""
     models = list(modules)
     return sharded_parameters(models, groups, lambda key: not _learns(models, key))
 

@@ -1,4 +1,4 @@
-"""Faults of divided weights are seen, and torch's fully_shard sums as it is told to."""
+"""Faults of divided weights are seen, and torch's fully_shard sums as configured."""
 
 from functools import cache
 

@@ -51,7 +51,7 @@ def test_outputs_are_kept_while_gloo_may_be_sending_them(device: str) -> None:
         ({}, (None, "delayed")),  # megatron-core's default, which nothing reads
         ({"train__fp8": "hybrid"}, ("hybrid", "tensorwise")),
         ({"train__fp8": "e4m3", "train__fp8_recipe": "mxfp8"}, ("e4m3", "mxfp8")),
-        ({"train__fp8": "e4m3", "model__backend": "torch"}, (None, "delayed")),  # ours, of which it knows nothing
+        ({"train__fp8": "e4m3", "model__backend": "torch"}, (None, "delayed")),  # ours, which it does not know
     ],
     ids=str,
 )

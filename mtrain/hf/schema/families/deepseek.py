@@ -269,7 +269,7 @@ _LATENT_ATTENTION = (
 )
 _EXPERTS = (
     router("mlp.gate.weight"),
-    # float32 even beside bf16 weights, which would round its small steps away
+    # float32 even with bf16 weights, which would round its small steps away
     replace(
         in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "E").only(has_experts), keeps_dtype=True
     ),

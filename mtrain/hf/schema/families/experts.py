@@ -187,7 +187,7 @@ MINIMAX_M2 = Family(
         *NORMS,
         *ATTENTION,
         router("block_sparse_moe.gate.weight", "mlp.gate.weight"),
-        # float32 even beside bf16 weights, which would round its small steps away
+        # float32 even with bf16 weights, which would round its small steps away
         replace(
             in_layer("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias", "E").only(has_experts),
             keeps_dtype=True,

@@ -2,7 +2,7 @@
 wide layer.
 
 Gemma 4 has other heads in wide layers, whose keys are also the values, normalised values, a scalar per layer, capped
-logits, and in some models experts beside each dense network.
+logits, and in some models experts next to each dense network.
 """
 
 from typing import Any, final
@@ -279,7 +279,7 @@ def _check(parameters: dict[str, Any], kind: str, needed: str, allowed: tuple[st
 
 @final
 class _Experts(Entry):
-    """Experts beside every layer's dense network, which we call a shared expert."""
+    """Experts next to every layer's dense network, which we call a shared expert."""
 
     names = ("enable_moe_block", *_EXPERT_SIZES)
     part = "experts"
