@@ -73,18 +73,6 @@ def test_no_node_is_to_blame_for_ranks_that_a_user_cancels(
     assert found == [line.split(":")[2].strip() for line in before]
 
 
-@pytest.mark.parametrize("position", range(4))
-def test_a_node_is_to_blame_wherever_the_steps_own_line_stands(tmp_path: Path, position: int) -> None:
-    """Lines of Slurm 22.05.8 after one of two tasks of a node was killed; slurmstepd's may come before srun's first."""
-    lines = [
-        "srun: error: n4: task 1: Killed",
-        "srun: launch/slurm: _step_signal: Terminating StepId=7.0",
-        "srun: error: n4: task 0: Exited with exit code 5",
-    ]
-    lines.insert(position, CANCELLED)
-    assert failed_on(tmp_path, "\n".join(lines), NumNodes="1") == ["n4"]
-
-
 @given(
     nodes=st.lists(st.sampled_from(NODES), unique=True, min_size=1, max_size=4),
     tasks=st.integers(1, 8),
