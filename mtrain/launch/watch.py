@@ -99,10 +99,11 @@ class RankWatch:
                     for rank in self._ranks:
                         rank.process.send_signal(number)
                 if failure is None:
-                    if (lost := self._lost()) is not None:
-                        return lost
+                    # first, since a rank that has just failed names the silent one that it waited for
                     if (failure := self._first_failed()) is not None:
                         deadline = self._clock() + self._grace_s
+                    elif (lost := self._lost()) is not None:
+                        return lost
             time.sleep(_POLL_S)
 
     def _first_failed(self) -> Failure | None:

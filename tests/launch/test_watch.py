@@ -98,6 +98,31 @@ def test_ranks_that_nccl_aborts_do_not_hide_the_one_that_they_miss(
     assert failure.cause.startswith(cause)
 
 
+class Silence(Heartbeats):
+    """Every running rank has been silent for too long."""
+
+    def is_lost(self, rank: Rank) -> bool:
+        return True
+
+
+def test_a_rank_that_has_just_failed_is_the_cause_and_not_the_silent_one_that_it_waited_for(tmp_path: Path) -> None:
+    ranks = [
+        Rank(number, subprocess.Popen(command, stdin=subprocess.PIPE), None, 0)
+        for number, command in enumerate((["false"], ["cat"]))
+    ]
+    try:
+        ranks[0].process.wait()
+        with StopSignal() as stop:
+            watch = RankWatch(ranks, stop, grace_s=0, heartbeats=Silence(tmp_path, 1.0))
+            time.sleep(1)  # so that the first look at failed ranks is also a look at silent ones
+            failure = watch.wait()
+    finally:
+        ranks[1].process.kill()
+        ranks[1].process.wait()
+    assert failure is not None
+    assert (failure.rank.number, failure.cause) == (0, "failed with exit code 1")
+
+
 def test_torchrun_leaves_with_the_code_of_a_lost_rank_where_nccl_aborts() -> None:
     assert [exit_code_of(code) for code in (-signal.SIGABRT, -signal.SIGKILL, 3, 5)] == [5, 137, 3, 5]
 
