@@ -1,11 +1,12 @@
 """Checks that the page on naive normalisation agrees with the data of its picture."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.paths import DOCS
+from tests.paths import DOCS, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +40,15 @@ def test_the_page_has_the_numbers_of_the_data(measured: dict[str, Any]) -> None:
             assert float(cell.strip().removesuffix(" %")) == pytest.approx(expected, rel=0.15)
     assert measured["command"] in page
     assert f"in {measured['seconds']:.0f} s" in page
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=["README", "home page"])
+def test_the_first_screen_has_the_numbers_of_the_data(measured: dict[str, Any], page: Path) -> None:
+    text = page.read_text()
+    assert "pictures/seed_curves.png)" in text
+    cells = {"micro-steps": "of each micro-step", "ranks": "of each rank", "pair": "once, by all tokens of the step"}
+    for rule, cell in cells.items():
+        (row,) = [line for line in text.splitlines() if line.startswith("| ") and cell in line]
+        for shown, name in zip(row.split("|")[2:4], ("loss", "grad_norm"), strict=True):
+            expected = 100 * measured["largest_spread"][rule][name]
+            assert float(shown.strip().removesuffix(" %")) == pytest.approx(expected, rel=0.15)
