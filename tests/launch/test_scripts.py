@@ -4,9 +4,11 @@ Small scripts replace Slurm's own commands, and record how they were called.
 """
 
 import os
+import re
 import signal
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,15 @@ SLEEP = """#!/bin/bash
 IMPATIENT = """#!/bin/bash
 exec /usr/bin/timeout -s KILL 0.5 "${@:4}"
 """
+
+
+def test_the_image_of_the_site_installs_the_packages_of_the_extra() -> None:
+    (command,) = re.findall(r"^RUN (python -c .*) > /tmp/docs.txt", (ROOT / "launch" / "Dockerfile").read_text(), re.M)
+    listed = subprocess.run(["bash", "-c", command], cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    assert (
+        listed.splitlines()
+        == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
