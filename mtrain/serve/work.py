@@ -187,7 +187,7 @@ class Worker:
         """Closes all engines, and builds one for adapters instead of a whole model, or the reverse."""
         config = self._served.adapted(lora)
         current, requested = self._engine.config.adapter, config.adapter
-        if self._models:
+        if self._models or any(weights is not None for weights in self._samplers.values()):
             raise ConfigError(
                 f"this service holds models with {shown(current)}, and one with {shown(requested)} was requested, but "
                 "they cannot be trained at the same time; close the other sessions first"
@@ -197,8 +197,6 @@ class Worker:
         self._engine.close()
         self._shapes.clear()
         self._current.clear()
-        # saved adapters have another shape
-        self._samplers = {sampler_id: weights for sampler_id, weights in self._samplers.items() if weights is None}
         self._engine = Engine(config)
         self._base = self._start_weights()
         return self._engine

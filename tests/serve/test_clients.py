@@ -206,6 +206,21 @@ def test_models_that_take_turns_are_what_each_is_alone(pool: Pool, tmp_path: Pat
     assert found == alone
 
 
+def test_a_sampler_outlives_the_request_for_a_model_of_another_kind(pool: Pool, tmp_path: Path) -> None:
+    one, prompt = LAYOUTS[0], types.ModelInput.from_ints([3])
+    with running(pool, one, one.config(), tmp_path / "base") as address:
+        with session(address) as service:
+            client = service.create_lora_training_client("base", rank=2).result()
+            path = client.save_weights_for_sampler("one").result().path
+        with session(address) as service:
+            sampler = service.create_sampling_client(model_path=path).result()
+            first = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=3, temperature=0)).result()
+            with pytest.raises(RequestFailedError, match="close the other sessions first"):
+                service.create_lora_training_client("base", rank=0).result()
+            again = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=3, temperature=0)).result()
+    assert again.sequences[0].tokens == first.sequences[0].tokens
+
+
 def test_adapters_of_a_shape_that_nobody_uses_are_freed(pool: Pool, tmp_path: Path) -> None:
     one = LAYOUTS[0]
     (found,) = pool.run(service_ranks.shapes, one.resolved(one.config()), one.config(), str(tmp_path))
