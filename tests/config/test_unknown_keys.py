@@ -226,6 +226,8 @@ REVIEWED = {
         "lora_dropout": "adapter.dropout",
         "use_rslora": "adapter.scaling",
         "lr": "optimizer.lr",
+        **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "use_megatron_fsdp"), "layout.shard"),
+        **dict.fromkeys(("data_parallel_sharding_strategy", "reshard_after_forward"), "layout.shard"),
     }.items()
 }
 """Name in another program -> the only keys that mean it, judged by reading its documentation."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.foreign.sharding import CHECKS, put_sharding
 from mtrain.config.foreign.trainers import (
     COMMON,
     drop_adapter_of_full_runs,
@@ -163,6 +164,7 @@ def _tracker(tracker: str) -> Put:
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **COMMON,
+    **CHECKS,
     "datasets": _datasets,
     "template": _template,
     "special_tokens": _special_tokens,
@@ -192,6 +194,7 @@ def from_axolotl(path: Path) -> Translation:
     put_interval(config, run, "eval_steps", "valid.interval_steps")
     for put in (_warmup, _rates, _batch, _precision, _simpo):
         put(config, run)
+    put_sharding(config, run, needs_switch=False)
     drop_adapter_of_full_runs(config, is_adapted=run["adapter"] is not None)
     finish(config, run)
     return config

@@ -8,6 +8,7 @@ from typing import Any
 
 from mtrain.base.spelling import meant
 from mtrain.config.foreign.command_lines import after_launcher, is_variable, options
+from mtrain.config.foreign.sharding import put_shard
 from mtrain.config.foreign.trainers import BALANCE, permit_layout_dependent
 from mtrain.config.foreign.translation import Translation
 from mtrain.config.foreign.values import scalar, shares
@@ -149,6 +150,7 @@ class _Megatron:
         self._steps()
         self._schedule()
         self._precision()
+        self._sharding()
         self._recomputation()
         self._data()
         self._paths()
@@ -418,9 +420,19 @@ class _Megatron:
             )
         elif self._is_on("fp8-format"):
             self._put("fp8-recipe", "train.fp8_recipe")
-        name, minutes = "use-distributed-optimizer", self._number("distributed-timeout-minutes", 10)
-        put("train.distributed_optimizer", self._is_on(name), name)
+        minutes = self._number("distributed-timeout-minutes", 10)
         put("train.process_group_timeout_s", 60 * (minutes or 0), "distributed-timeout-minutes")
+
+    def _sharding(self) -> None:
+        """Sets what data-parallel ranks divide; those of FSDP need no distributed optimizer in addition."""
+        names = ("use-torch-fsdp2", "use-megatron-fsdp", "data-parallel-sharding-strategy")
+        is_whole = self._is_on(names[0])
+        if self._is_on(names[1]):
+            is_whole |= self._value(names[2], "no_shard") == "optim_grads_params"
+        if is_whole:
+            put_shard(self._config, self._origin(*names), is_whole=True)
+        usual = ("use-distributed-optimizer", *(names if self._is_on(names[1]) else ()))
+        self._put_value("train.distributed_optimizer", is_whole or self._is_on(usual[0]), *usual)
 
     def _recomputation(self) -> None:
         put, kind = self._put_value, self._value("recompute-granularity")

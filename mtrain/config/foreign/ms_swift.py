@@ -11,6 +11,7 @@ from typing import Any
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.command_lines import after_launcher, is_variable, options
+from mtrain.config.foreign.sharding import CHECKS, put_shard, put_sharding
 from mtrain.config.foreign.trainers import (
     BALANCE,
     COMMON,
@@ -79,6 +80,7 @@ def _dtype(value: Any) -> None:
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **COMMON,
+    **CHECKS,
     "adapter": _adapter,
     "preference": _preference,
     "columns": _columns,
@@ -190,6 +192,9 @@ def _of_megatron(config: Translation, run: Settings) -> None:
         config.put("optimizer.warmup_steps", steps, "lr_warmup_fraction x lr_decay_iters")
     else:
         put_warmup(config, run, "lr_warmup_iters", "lr_warmup_fraction", rounds_up=True)
+    if is_on(run, (switch := "use_megatron_fsdp")):
+        strategy = "data_parallel_sharding_strategy"
+        put_shard(config, run.origin(switch, strategy), is_whole=run[strategy] == "optim_grads_params")
     if run["tensor_model_parallel_size"] in (None, 1, "1"):
         config.drop("layout.sp")
     if config.get("optimizer.schedule") == "wsd" and run["lr_wsd_decay_style"] != "linear":
@@ -230,6 +235,7 @@ def _eight_bits(config: Translation, run: Settings) -> None:
 
 def _of_transformers(config: Translation, run: Settings) -> None:
     put_length(config, run, "max_steps", "num_train_epochs")
+    put_sharding(config, run)
     put_warmup(config, run, "warmup_steps", "warmup_ratio", rounds_up=True)
     if run["lr_scheduler_type"] == "constant":
         config.drop("optimizer.warmup_steps")

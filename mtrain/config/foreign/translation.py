@@ -144,6 +144,10 @@ class Translation:
         """
         self.drop_same_defaults()
         self.missing, faults = find_faults(self.content, resolve)
+        if refused := [line for line in faults if "with layout.shard=weights" in line]:  # the run is the same without
+            self.lost.append(f"{self.origins['layout.shard']}: {refused[0]}")
+            self.drop("layout.shard", is_named=False)
+            self.missing, faults = find_faults(self.content, resolve)
         wrong = [self._with_origins(line) for line in faults]
         if reasons := list(dict.fromkeys((*self.wrong, *wrong))):
             raise ConfigError("\n".join(reasons))

@@ -11,6 +11,7 @@ from typing import Any
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.command_lines import after_launcher, is_variable, sets_environment
+from mtrain.config.foreign.sharding import put_shard
 from mtrain.config.foreign.trainers import (
     COMMON,
     drop_adapter_of_full_runs,
@@ -21,7 +22,7 @@ from mtrain.config.foreign.trainers import (
     put_warmup,
 )
 from mtrain.config.foreign.translation import UNUSED, Put, Row, Settings, Translation, above_0, rows_of, translated
-from mtrain.config.foreign.values import number, scalar
+from mtrain.config.foreign.values import is_same, number, scalar
 from mtrain.config.load import read_file
 from mtrain.config.tables import table
 
@@ -253,6 +254,12 @@ def _common(config: Translation, run: Settings, trainer: Trainer) -> None:
     if is_chat and (columns := config.get("data.columns")):
         used = {name: ours for name, ours in columns.items() if ours not in ("prompt", "response")}
         config.content["data"]["columns"] = used
+    size, is_resharded = (name(f"engine.{key}") for key in ("fsdp_size", "reshard_after_forward"))
+    if trainer.is_megatron and is_on(run, (switch := name("engine.use_megatron_fsdp"))):
+        put_shard(config, switch, is_whole=True)
+    elif not trainer.is_megatron:
+        is_partly = is_same(run[size], 1) or is_same(run[is_resharded], False)
+        put_shard(config, run.origin(size, is_resharded), is_whole=not is_partly)
     if not trainer.is_megatron:
         config.put("optimizer.decay_norms_and_biases", True, "verl's default, whose FSDP trainers decay all parameters")
     if config.get("layout.tp") in (None, 1):

@@ -108,7 +108,7 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
 def test_a_file_of_verl(tmp_path: Path) -> None:
     found = from_verl([str(write(tmp_path / "v.yaml", VERL))]).checked(resolved)
     assert "adapter" not in found.content
-    assert section(found, "layout") == {"cp": 2, "cp_comm": "ulysses"}
+    assert section(found, "layout") == {"cp": 2, "cp_comm": "ulysses", "shard": "weights"}
     assert section(found, "data")["columns"] == {"chat": "messages"}
     assert section(found, "train")["tokens_per_micro_batch"] == 2 * 8192
     assert section(found, "metrics") == {"trackers": ["wandb"]}
