@@ -167,7 +167,7 @@ class Engine(Turns):
             loss: Loss instead of `loss.function`: a name, as for that key, or a function TermInputs -> LossPair that
                 meets the contract of docs/extending/loss.md. Weights follow `loss.aggregation`. None: the loss of the
                 configuration.
-            options: Options of a named loss, as in `loss.options`.
+            options: Options of the loss, as in `loss.options`.
 
         Raises:
             ConfigError: The loss function is not known, does not accept the options, breaks its contract or lacks its
@@ -231,7 +231,7 @@ class Engine(Turns):
         Args:
             batches: Global batches of any size; read once, `train.global_batch_size` samples at a time.
             loss: Loss instead of `loss.function`, as for `forward_backward`.
-            options: Options of a named loss.
+            options: Options of the loss.
 
         Raises:
             NumericError, ConfigError, DataError: As for `forward_backward` and `optim_step`.

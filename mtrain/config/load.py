@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeAlias
 
 from pydantic import ValidationError
@@ -88,7 +89,7 @@ def read_merged(parts: Part | Sequence[Part], overrides: str | Sequence[str] = (
     """Reads `parts`, merges them left to right, and then applies `overrides`.
 
     Args:
-        parts: One or more paths of YAML files and mappings.
+        parts: One or more paths of YAML files and mappings; a mapping may give a loss function itself as `function`.
         overrides: Texts of the form `section.key=value`; the value is YAML, so it may be a number, list or mapping.
 
     Raises:
@@ -139,10 +140,21 @@ def _read_part(number: int, part: Any) -> Source:
 
 
 def _plain(value: Any) -> Any:
+    """Returns what a YAML file would hold: functions by their names, the keywords of a partial as its options."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        plain = {key: _plain(item) for key, item in value.items()}
+        if isinstance(bound := value.get("function"), partial):
+            if bound.args:
+                raise ConfigError(
+                    f"function: functools.partial binds {bound.args[0]!r} by position, but the first argument is the "
+                    "microbatch; bind options by keyword"
+                )
+            plain |= {"function": _plain(bound.func), "options": {**_plain(bound.keywords), **plain.get("options", {})}}
+        return plain
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}:{value.__qualname__}"
     return str(value) if isinstance(value, Path) else value
 
 

@@ -12,7 +12,9 @@ def load_config(parts: Part | Sequence[Part], overrides: str | Sequence[str] = (
     """Builds a configuration from `parts`, merged left to right, and `overrides`.
 
     Args:
-        parts: One or more YAML paths and mappings such as `{"train": {"num_steps": 5}}`; later ones take precedence.
+        parts: One or more YAML paths and mappings such as `{"train": {"num_steps": 5}}`; later ones take precedence. A
+            mapping may give your own loss function itself, `{"loss": {"function": focal_loss}}`, also with keywords
+            bound by `functools.partial`.
         overrides: One or more texts of the form `section.key=value`.
 
     Raises:

@@ -1,5 +1,6 @@
 """Reading, merging and saving of configurations, and messages about bad ones."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,34 @@ def test_later_files_win_key_by_key_and_overrides_win_over_files(base: Path, tmp
     assert (read.train.num_steps, read.train.seed, read.train.global_batch_size) == (20, 6, 16)
     assert (read.layout.tp, read.optimizer.beta1) == (2, 0.8)
     assert load_config([later, base], []).train.num_steps == 10
+
+
+def own_loss(inputs: object, gamma: float = 2.0, scale: float = 1.0) -> object:
+    return inputs, gamma, scale
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        ({"function": own_loss}, {}),
+        ({"function": own_loss, "options": {"gamma": 1.5}}, {"gamma": 1.5}),
+        ({"function": partial(own_loss, gamma=1.5)}, {"gamma": 1.5}),
+        (
+            {"function": partial(partial(own_loss, scale=3.0), gamma=1.5), "options": {"gamma": 1}},
+            {"gamma": 1, "scale": 3},
+        ),
+    ],
+    ids=["plain", "options", "bound", "both"],
+)
+def test_a_mapping_takes_a_loss_function_itself(base: Path, loss: dict[str, Any], options: dict[str, float]) -> None:
+    named = {"function": f"{__name__}:own_loss", "options": options}
+    assert load_config([base, {"loss": loss}]) == load_config([base, {"loss": named}])
+    assert load_config([base, {"loss": {"side_terms": {"own": loss}}}]).loss.side_terms["own"].options == options
+
+
+def test_values_of_a_loss_function_are_bound_by_keyword(base: Path) -> None:
+    with refuses(ConfigError, "function", "None", "keyword"):
+        load_config([base, {"loss": {"function": partial(own_loss, None)}}])
 
 
 def test_files_and_mappings_mix(base: Path, tmp_path: Path) -> None:

@@ -336,7 +336,7 @@ MISTAKES = {
     "unknown option": r"ConfigError: loss.function='.*:raised' has the signature .* the options pover",
     "no temperature": "ConfigError: loss entropy: options.temperature=-1 must be a number above 0",
     "a correction without a bound": "ConfigError: loss ppo: options.rollout_correction needs a bound",
-    "options of a function": "ConfigError: options belong to a loss given by name",
+    "options of a function": r"ConfigError: loss squared has the signature .* the options power, but got an unexpected",
     "nothing to step": "RuntimeError: optim_step needs a forward_backward before it",
     "second engine": "ConfigError: this process already has megatron-core's process groups",
     "not finite": "NonFiniteError: the loss of term 'main' is (inf|nan)",

@@ -38,6 +38,7 @@ from mtrain.core.loss.functions.load import (
     load_loss_function,
     reads_temperature,
     reported_by,
+    with_options,
 )
 from mtrain.core.loss.pair import LossFunction, LossPair, Reported, TermInputs, shown_name
 from mtrain.core.loss.preference.scores import PreferenceLoss, head_term, preference_marks, score_term
@@ -118,7 +119,7 @@ class Objective:
 
         Args:
             loss: A loss function, or a name that `loss.function` accepts.
-            options: Options of a loss given by name; must be None for a function.
+            options: Options of the loss, by name.
 
         Raises:
             ConfigError: The loss cannot replace the configured one; see `from_config`.
@@ -128,12 +129,9 @@ class Objective:
             if wrong:
                 raise ConfigError(f"loss {loss}: {'; '.join(wrong)}")
             function, name = load_loss_function(loss, options or {}), loss
-        elif options is None:
-            function, name = cast(LossFunction, loss), getattr(loss, "__qualname__", repr(loss))
         else:
-            raise ConfigError(
-                "options belong to a loss given by name; bind those of your own function with functools.partial"
-            )
+            name = getattr(loss, "__qualname__", repr(loss))
+            function = cast(LossFunction, loss if options is None else with_options(loss, f"loss {name}", options))
         preference = _preference(function, section)
         if (preference is None) != (self.preference is None):
             raise ConfigError(

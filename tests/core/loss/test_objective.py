@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch.nn import functional
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import MAIN_TERM, LossSection, SideTermSection, TeacherSection
 from mtrain.core.loss.functions.likelihood import next_token_loss
-from mtrain.core.loss.objective import Objective, power_of_two_near, side_term_factors
-from mtrain.core.loss.pair import LossPair, TermInputs, TokenInputs
+from mtrain.core.loss.objective import AnyLoss, Objective, power_of_two_near, side_term_factors
+from mtrain.core.loss.pair import LossPair, TermInputs, TokenInputs, weigh
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from tests.core.loss import bad_losses
 from tests.core.loss.microbatches import term_inputs
@@ -177,6 +178,28 @@ def test_a_function_without_the_mark_keeps_logits_whole_and_a_note_says_so() -> 
     assert (marked.whole_microbatch_terms, marked.notes(SECTION)) == ([], [])
     with refuses(ConfigError, "chunk_tokens=8"):
         marked.with_main(bad_losses.without_a_graph, SECTION.model_copy(update={"chunk_tokens": 8}))
+
+
+def focal(inputs: TermInputs, gamma: float = 2.0) -> LossPair:
+    losses = inputs.logits.cross_entropy(inputs.labels)
+    return weigh((1 - (-losses).exp()) ** gamma * losses, inputs)
+
+
+def test_options_of_a_function_are_bound_like_those_of_a_name() -> None:
+    objective, inputs = Objective.from_config(LossSection()), term_inputs(torch.ones(1, 3))
+    given: list[tuple[AnyLoss | str, dict[str, float] | None]] = [
+        (focal, {"gamma": 0.5}),
+        (partial(focal, gamma=9.0), {"gamma": 0.5}),
+        (partial(focal, gamma=0.5), None),
+        (f"{__name__}:focal", {"gamma": 0.5}),
+    ]
+    found = {
+        objective.with_main(loss, LossSection(), options).functions[MAIN_TERM](inputs).numerator.item()
+        for loss, options in given
+    }
+    assert found == {focal(inputs, 0.5).numerator.item()}
+    with refuses(ConfigError, "loss focal", "gama"):
+        objective.with_main(focal, LossSection(), {"gama": 0.5})
 
 
 def test_a_few_tokens_know_nothing_of_their_sequences() -> None:

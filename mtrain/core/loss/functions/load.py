@@ -33,7 +33,27 @@ def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
     function = getattr(module, attribute)
     if not callable(function):
         raise ConfigError(f"loss.function={path!r} is of type {type(function).__name__}, but has to be a function")
-    _check_options(function, path, options)
+    return with_options(function, f"loss.function={path!r}", options)
+
+
+def with_options(function: Any, label: str, options: Mapping[str, Any]) -> LossFunction:
+    """Binds options of a loss function, which messages call `label`.
+
+    Raises:
+        ConfigError: The signature does not accept the options, or requires others.
+    """
+    try:
+        # signature and bind instead of a trial call, which needs logits and would fail on the last stage alone
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise ConfigError(f"{label} has no Python signature to call it by; wrap it in a def") from error
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{label} has the signature {signature} and is called with the microbatch first and the options "
+            f"{', '.join(options) or 'none'}, but {error}; change loss.options"
+        ) from error
     return functools.partial(function, **options)
 
 
@@ -107,19 +127,3 @@ def _nearest(name: str, module: ModuleType) -> str:
     functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
     match = meant(name, functions)
     return f"did you mean {match}?" if match else f"it has {', '.join(sorted(functions)) or 'no functions'}"
-
-
-def _check_options(function: Any, path: str, options: Mapping[str, Any]) -> None:
-    """Refuses options that the signature does not accept, and missing options that it requires."""
-    try:
-        # signature and bind instead of a trial call, which needs logits and would fail on the last stage alone
-        signature = inspect.signature(function)
-    except ValueError as error:
-        raise ConfigError(f"loss.function={path!r} has no Python signature to call it by; wrap it in a def") from error
-    try:
-        signature.bind(None, **options)
-    except TypeError as error:
-        raise ConfigError(
-            f"loss.function={path!r} has the signature {signature} and is called with the microbatch first and the "
-            f"options {', '.join(options) or 'none'}, but {error}; change loss.options"
-        ) from error

@@ -4,6 +4,8 @@ import ast
 import contextlib
 import hashlib
 import importlib.util
+import inspect
+import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import cache
@@ -31,22 +33,30 @@ def source_fingerprints(section: LossSection) -> dict[str, str]:
     """
     terms = {"loss": section, **{f"loss.side_terms.{name}": term for name, term in section.side_terms.items()}}
     return {
-        f"{key}.function": _fingerprint(term.function.partition(":")[0])
+        f"{key}.function": _fingerprint(*term.function.split(":"))
         for key, term in terms.items()
         if term.function not in LOSS_FUNCTIONS
     }
 
 
-def _fingerprint(name: str) -> str:
+def _fingerprint(name: str, function: str) -> str:
     digest = hashlib.sha256()
     with disk_faults(f"read the source of {name}"):
-        for module, content in sorted(_user_modules(name).items()):
+        for module, content in sorted(_user_modules(name, function).items()):
             digest.update(f"{module}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()[:_NUM_DIGITS]
 
 
-def _user_modules(name: str) -> dict[str, bytes]:
-    """Returns the contents, by name, of a module, its parent packages, and the user's modules that these import."""
+def _source_of_main(function: str) -> bytes:
+    """Returns the source of the program, or of its function if the program is a notebook, which is no file."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    return inspect.getsource(getattr(main, function)).encode() if file is None else Path(file).read_bytes()
+
+
+def _user_modules(name: str, function: str) -> dict[str, bytes]:
+    """Returns the contents, by name, of a function's module, its parent packages, and the user's modules that these
+    import."""
     user_package, contents = _package(name), dict[str, bytes]()
 
     @cache
@@ -54,6 +64,9 @@ def _user_modules(name: str) -> dict[str, bytes]:
         return package == user_package or (package not in _FOREIGN_PACKAGES and _is_outside(_spec(package)))
 
     seen, pending = set[str](), [name]
+    if name == "__main__":  # which no spec describes
+        contents[name] = _source_of_main(function)
+        pending = list(_imported(contents[name], ""))
     while pending:
         module = pending.pop()
         # the package is checked first, since finding a module imports its package, which may be foreign
@@ -64,7 +77,8 @@ def _user_modules(name: str) -> dict[str, bytes]:
         spec = _spec(module)
         if spec is not None and spec.has_location and spec.origin and isinstance(spec.loader, ResourceLoader):
             contents[module] = spec.loader.get_data(spec.origin)
-            pending += _imported(spec, contents[module])
+            if spec.origin.endswith(".py"):
+                pending += _imported(contents[module], spec.parent)
     return contents
 
 
@@ -97,10 +111,8 @@ def _python_folders() -> tuple[Path, ...]:
     return tuple(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib"))
 
 
-def _imported(spec: ModuleSpec, content: bytes) -> Iterator[str]:
-    """Yields all names in the import statements of a module that may be modules."""
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return
+def _imported(content: bytes, package: str | None) -> Iterator[str]:
+    """Yields all names in the import statements of a module of this package that may be modules."""
     with contextlib.suppress(SyntaxError):  # possible in a module that has not been imported yet
         for node in ast.walk(ast.parse(content)):
             if isinstance(node, ast.Import):
@@ -108,6 +120,6 @@ def _imported(spec: ModuleSpec, content: bytes) -> Iterator[str]:
             elif isinstance(node, ast.ImportFrom):
                 base = node.module or ""
                 if node.level:
-                    base = importlib.util.resolve_name("." * node.level + base, spec.parent)
+                    base = importlib.util.resolve_name("." * node.level + base, package)
                 # a name imported from a package may be one of its modules
                 yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
