@@ -6,6 +6,9 @@
         engine.forward_backward([Datum([5, 6, 7])])
         print(engine.optim_step().loss)
 
+    run = mtrain.train(load_config(["model.yaml", "run.yaml"]))
+    mtrain.plot(run)
+
 These names are the public API (docs/api/index.md). They are loaded at first use: `import mtrain` and `load_config` need
 no torch, which takes seconds to import.
 """
@@ -17,6 +20,7 @@ from mtrain.base.version import __version__
 
 if TYPE_CHECKING:
     from mtrain.api.engine import Engine
+    from mtrain.api.runs import train
     from mtrain.api.turns import close_all
     from mtrain.base.errors import (
         ConfigError,
@@ -50,11 +54,15 @@ if TYPE_CHECKING:
     from mtrain.hf.configuration import load_config
     from mtrain.hf.io.broadcast import receive_hf_tensors
     from mtrain.hf.io.weight_delta import WeightCopy
+    from mtrain.launch.streamed import launch
+    from mtrain.report.metrics.plot import plot
+    from mtrain.report.monitor.training_run import TrainingRun
     from mtrain.training.sampling.params import SamplingParams
     from mtrain.training.sampling.sampler import Completion
 
 _MODULES = {
     "mtrain.api.engine": "Engine",
+    "mtrain.api.runs": "train",
     "mtrain.api.turns": "close_all",
     "mtrain.base.errors": "ConfigError DataError MachineError MtrainError NumericError RankLostError RunFolderError",
     "mtrain.checkpoint.weights": "read_weights",
@@ -68,6 +76,9 @@ _MODULES = {
     "mtrain.hf.configuration": "load_config",
     "mtrain.hf.io.broadcast": "receive_hf_tensors",
     "mtrain.hf.io.weight_delta": "WeightCopy",
+    "mtrain.launch": "launch",
+    "mtrain.report.metrics.plot": "plot",
+    "mtrain.report.monitor.training_run": "TrainingRun",
     "mtrain.training.sampling.params": "SamplingParams",
     "mtrain.training.sampling.sampler": "Completion",
 }
@@ -96,20 +107,24 @@ __all__ = [
     "ScoredSequences",
     "StepResult",
     "TermInputs",
+    "TrainingRun",
     "WeightCopy",
     "__version__",
     "at_temperature",
     "close_all",
     "diagnosed",
+    "launch",
     "load_config",
     "needs_extras",
     "needs_teacher",
     "per_token",
+    "plot",
     "preference_loss",
     "read_weights",
     "receive_hf_tensors",
     "reports",
     "stacked_extra",
+    "train",
     "weigh",
     "weigh_sequences",
 ]

@@ -81,7 +81,7 @@ class GlobalBatches:
         return SplitBatch(samples, plan, rows.microbatches(plan, samples, has_first))
 
 
-def checked_config(config: Config) -> Config:
+def checked_config(config: object) -> Config:
     if not isinstance(config, Config):
         raise ConfigError(f"Engine needs a Config from load_config, but got a {type(config).__name__}")
     if config.train.num_epochs is not None:

@@ -16,6 +16,10 @@ class MtrainError(Exception):
     is_shown_elsewhere = False
     """Whether another rank shows this instance, so this rank stays silent."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Returns the lines that IPython shows instead of a traceback."""
+        return [f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
+
 
 class ConfigError(MtrainError):
     """The configuration is wrong; found before a rank starts."""

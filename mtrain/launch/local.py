@@ -35,7 +35,7 @@ _PORTS = (15000, 32768)
 _AFTER_WATCHDOG_S = 12.0
 _POLL_S = 0.05
 _LOG_LINES = 60
-_INTERRUPTED = 128 + signal.SIGINT
+INTERRUPTED = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 """Looked up at import, because a forked child must not wait for the loader's lock; None outside Linux."""
@@ -101,7 +101,7 @@ def run_ranks(
             while (node_folder({MARK: mark}) / ENDING).exists() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
     if failure is None:
         return 0
     first = None if heartbeats is None else _first_cause(failure, heartbeats, log_dir.parent, mark)
@@ -152,12 +152,12 @@ def _start(command: Sequence[str], environment: dict[str, str], number: int, log
             stdout=output,
             stderr=output,
             process_group=0,  # Ctrl-C reaches the ranks once, through us
-            preexec_fn=partial(_prepare, os.getpid()),
+            preexec_fn=partial(prepare_child, os.getpid()),
         )
         return Rank(number, process, log, output.tell() if output is not None else 0)
 
 
-def _prepare(parent: int) -> None:
+def prepare_child(parent: int) -> None:
     """Makes the kernel kill this child when the launcher ends, however that happens."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # kept across exec; StopSignal lets them through
     if _prctl is not None:

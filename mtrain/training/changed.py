@@ -199,8 +199,9 @@ def checkpoint_config(path: Path) -> str | None:
             return None
 
 
-def note_on_order(changes: Sequence[ChangeRecord], config: Config) -> str | None:
-    """Returns a note on which samples follow if a start changes the data; None if it does not."""
+def note_on_order(changes: Sequence[ChangeRecord], global_batch_size: int, unit: str) -> str | None:
+    """Returns a note on which samples, or other units of a batch, follow if a start changes the data; None if it does
+    not."""
     of_data = [
         change for change in changes if change.key.startswith("data.") and not change.key.startswith(f"{VALID}.")
     ]
@@ -208,8 +209,7 @@ def note_on_order(changes: Sequence[ChangeRecord], config: Config) -> str | None
         return None
     if any(change.key == CURRICULUM for change in of_data):
         return "the data of all steps so far are unchanged; the change applies to future steps"
-    first = of_data[0].step * config.train.global_batch_size
-    unit = "row" if config.steps_count_rows else "sample"
+    first = of_data[0].step * global_batch_size
     return (
         f"the data continue with {unit} {first} of their new order, as if that had been the order from the start: "
         "earlier samples of the new order are not read in that epoch"

@@ -249,7 +249,8 @@ def open_sinks(run: Run, folder: RunFolder, lock: RunLock, life: Life) -> Sinks:
         new = [ChangeRecord(**info.model_dump()) for info in run.changes if info.step == start]
         for change in new:
             sinks.write(change)
-        if (note := note_on_order(new, config)) is not None:
+        unit = "row" if config.steps_count_rows else "sample"
+        if (note := note_on_order(new, config.train.global_batch_size, unit)) is not None:
             _log.info(note)
     return sinks
 

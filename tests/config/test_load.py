@@ -1,5 +1,6 @@
 """Reading, merging and saving of configurations, and messages about bad ones."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,16 @@ def test_a_mapping_takes_a_loss_function_itself(base: Path, loss: dict[str, Any]
 def test_values_of_a_loss_function_are_bound_by_keyword(base: Path) -> None:
     with refuses(ConfigError, "function", "None", "keyword"):
         load_config([base, {"loss": {"function": partial(own_loss, None)}}])
+
+
+def test_a_configuration_shows_what_was_given(base: Path) -> None:
+    config = load_config([base, {"run": {"name": "<b>"}, "loss": {"function": own_loss, "options": {"gamma": 1.5}}}])
+    assert re.search(r"^loss\.options\.gamma +1\.5$", repr(config), re.MULTILINE)
+    assert str(config) == repr(config)
+    assert "loss.chunk_tokens" not in repr(config), "a default"
+    page = config._repr_html_()
+    assert page.count("<tr>") == len(repr(config).splitlines())
+    assert "&lt;b&gt;" in page
 
 
 def test_files_and_mappings_mix(base: Path, tmp_path: Path) -> None:

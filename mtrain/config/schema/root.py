@@ -1,16 +1,43 @@
 """The whole configuration of a run."""
 
+import json
 from collections.abc import Iterator
 from typing import Any, Self
 
 from pydantic import ModelWrapValidatorHandler, model_validator
 
+from mtrain.base.notebook import html_table
 from mtrain.config import adapters, consent, derived, known_issues, rules, sharding
 from mtrain.config.schema.sections import Sections
 
 
 class Config(Sections):
     """Everything needed to repeat a run."""
+
+    def __repr__(self) -> str:
+        rows = self._given_keys()
+        width = max(len(key) for key, _ in rows)
+        return "\n".join(f"{key:<{width}}  {value}" for key, value in rows)
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def _repr_html_(self) -> str:
+        return html_table(self._given_keys())
+
+    def _given_keys(self) -> list[tuple[str, str]]:
+        """Returns the keys that are not defaults, with their values, for people."""
+        rows: list[tuple[str, str]] = []
+
+        def add(prefix: str, value: Any) -> None:
+            if isinstance(value, dict) and value:
+                for name, inner in value.items():
+                    add(f"{prefix}.{name}" if prefix else name, inner)
+            else:
+                rows.append((prefix, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
+
+        add("", self.model_dump(mode="json", exclude_unset=True))
+        return rows
 
     @model_validator(mode="before")
     @classmethod

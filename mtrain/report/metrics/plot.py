@@ -1,6 +1,8 @@
 """Pictures of the loss curves of one or more runs."""
 
+import io
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +57,43 @@ def load_curves(run_folder: Path) -> Curves:
     return Curves([steps[step] for step in sorted(steps)], [passes[step] for step in sorted(passes)], changes)
 
 
+class LossFigure(Figure):
+    """Figure that a notebook shows without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        data = io.BytesIO()
+        self.savefig(data, format="png")
+        return data.getvalue()
+
+
+def plot(run: str | os.PathLike[str], *others: str | os.PathLike[str]) -> LossFigure:
+    """Draws training and validation loss above the gradient norm; a run has one colour in both panels.
+
+    Args:
+        run: Result of `train` or `launch`, or a run folder; the run may be in progress.
+        others: More of them, to compare.
+
+    Returns:
+        Figure of matplotlib, which a notebook shows; `savefig` writes it to a file.
+
+    Raises:
+        DataError: A folder has no record of a step.
+    """
+    return loss_figure([Path(each) for each in (run, *others)])
+
+
 def plot_losses(run_folders: Sequence[Path], picture: Path) -> None:
-    """Draws training and validation loss above the gradient norm; a run has one colour in both panels."""
+    """Writes the figure of `plot` as PNG."""
+    figure = loss_figure(run_folders)
+    with disk_faults(f"write {picture}"):
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(picture) as new:
+            figure.savefig(new, format="png")
+
+
+def loss_figure(run_folders: Sequence[Path]) -> LossFigure:
     runs = [load_curves(folder) for folder in run_folders]
-    figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
+    figure = LossFigure(figsize=(9, 7), dpi=120, layout="constrained")
     losses, norms = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for number, (name, run) in enumerate(zip(distinct_names(run_folders), runs, strict=True)):
         colour, updated = curve_colour(number), [record for record in run.steps if not record.empty]
@@ -72,10 +107,7 @@ def plot_losses(run_folders: Sequence[Path], picture: Path) -> None:
     finish_axes(norms, "gradient norm", is_log=any(record.grad_norm > 0 for run in runs for record in run.steps))
     losses.legend()
     norms.set_xlabel("step")
-    with disk_faults(f"write {picture}"):
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(picture) as new:
-            figure.savefig(new, format="png")
+    return figure
 
 
 def running_mean(values: Sequence[float], half_window: int) -> list[float]:

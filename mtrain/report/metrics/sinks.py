@@ -3,12 +3,14 @@
 import io
 import itertools
 import logging
+import math
 import os
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -24,6 +26,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mtrain.base.errors import MachineError, MtrainError
 from mtrain.base.files import disk_faults
+from mtrain.base.notebook import CellOutput, is_in_notebook
 from mtrain.report.metrics.jsonl import AppendedFile
 from mtrain.report.metrics.record import PACE_STEPS, ChangeRecord, Record, StepRecord, ValidRecord, remaining_s, scalars
 from mtrain.report.metrics.shown import LAYOUT_DEPENDENT, as_duration, as_line, side_terms, step_numbers
@@ -93,6 +96,8 @@ class Sinks:
 
 _BAR_WIDTH, _SHORTEST_BAR = 40, 8
 """Usual width of the bar in characters, and its width on a narrow terminal."""
+_CELL_INTERVAL_S, _MAX_CELL_LINES = 0.2, 20
+"""Least time between two moves of a notebook's bar, and number of lines under it."""
 
 
 class ConsoleSink:
@@ -111,7 +116,7 @@ class ConsoleSink:
 
         Args:
             interval_steps: Interval of plain lines, which also appear at the last step; the bar moves at every step.
-            console: Standard output by default; only a terminal shows the bar.
+            console: Standard output by default, or the cell of a notebook; only a terminal and a cell show a bar.
         """
         self._num_steps = num_steps
         self._interval_steps = interval_steps
@@ -120,7 +125,8 @@ class ConsoleSink:
         self._marks = deque([(resume_step, clock())], maxlen=PACE_STEPS + 1)
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        if self._console.is_terminal:
+        self._cell = CellBar(num_steps, resume_step, clock) if console is None and is_in_notebook() else None
+        if self._cell is None and self._console.is_terminal:
             self._line = BarColumn()
             columns = (TextColumn("train"), self._line, MofNCompleteColumn(), TextColumn("{task.description}"))
             self._bar = Progress(*columns, console=self._console)
@@ -145,6 +151,8 @@ class ConsoleSink:
         """Leaves the bar as it is and releases the terminal."""
         if self._bar is not None:
             self._bar.stop()
+        if self._cell is not None:
+            self._cell.close()
 
     def _show_step(self, record: StepRecord, eta: str) -> None:
         remarks = ["empty batch"] * record.empty
@@ -153,6 +161,8 @@ class ConsoleSink:
         numbers, ends = step_numbers(record), [*remarks, f"eta {eta}"]
         if self._bar is not None:
             self._bar.update(self._task, completed=record.step, description=self._fitted(numbers, ends))
+        elif self._cell is not None:
+            self._cell.advance(record.step, "  ".join([as_line(numbers), *ends]))
         elif record.step % self._interval_steps == 0 or record.step == self._num_steps:
             self._print(f"step {record.step}/{self._num_steps}  {'  '.join([as_line(numbers), *ends])}")
 
@@ -168,7 +178,42 @@ class ConsoleSink:
             fitting.popitem()
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if self._cell is not None:
+            self._cell.add(line)
+        else:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class CellBar:
+    """Progress of a run as one output of a notebook's cell, with the lines of validations under it."""
+
+    def __init__(self, num_steps: int, step: int, clock: Callable[[], float]) -> None:
+        self._num_steps, self._step, self._clock = num_steps, step, clock
+        self._text, self._lines = "", deque[str](maxlen=_MAX_CELL_LINES)
+        self._output, self._shown_s = CellOutput(), -math.inf
+        self._show()
+
+    def advance(self, step: int, text: str) -> None:
+        """Moves the bar to a step; the page gets only some of many quick steps."""
+        self._step, self._text = step, text
+        if self._clock() - self._shown_s >= _CELL_INTERVAL_S:
+            self._show()
+
+    def add(self, line: str) -> None:
+        self._lines.append(line)
+        self._show()
+
+    def close(self) -> None:
+        """Shows the last step."""
+        self._show()
+
+    def _show(self) -> None:
+        self._shown_s = self._clock()
+        count = f"{self._step}/{self._num_steps}"
+        bar = f'<progress value="{self._step}" max="{self._num_steps}"></progress> {count}'
+        below = "".join(f"<br>{escape(line)}" for line in (self._text, *self._lines))
+        lines = "\n".join((f"train {count}  {self._text}", *self._lines))
+        self._output.show(f'<div style="font-family: monospace">{bar}{below}</div>', lines)
 
 
 _numbers = itertools.count()
