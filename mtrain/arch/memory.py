@@ -71,7 +71,7 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     moved = _MOMENTS_BYTES * updated if config.train.offload_optimizer else 0
     learned_bytes, gradients_bytes = trained.total * element_bytes(config.train), trained.total * FP32_BYTES
     optimizer_bytes = FP32_BYTES * own_shard(config.train, layout, state_numbers) - moved
-    if layout.shard == "weights":
+    if layout.shard == "weights" and config.adapter is None:
         return MemoryEstimate(
             weights_bytes=FP32_BYTES * updated,
             gradients_bytes=FP32_BYTES * updated,

@@ -20,12 +20,8 @@ def _refused(config: Sections) -> Iterator[tuple[str, str]]:
     model, layout, train = config.model, config.layout, config.train
     if layout.etp > 1:
         yield f"layout.etp={layout.etp}", "set layout.etp=1"
-    if config.adapter is not None:
-        yield f"adapter.kind={config.adapter.kind}", "remove adapter"
     if config.loss.teacher is not None:
         yield "loss.teacher", "remove it"
-    if train.precision == "fp16":
-        yield "train.precision=fp16", "use bf16"
     if train.fp8 is not None:
         yield f"train.fp8={train.fp8}", "remove it"
     if train.compile == "layers":

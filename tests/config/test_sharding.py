@@ -13,9 +13,7 @@ from tests.messages import check_message, refuses
 
 WHOLE_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"layout__etp": 2, "model__experts": EXPERTS}, "layout.etp=2"),
-    ({"adapter__rank": 4}, "adapter.kind=lora"),
     ({"loss__teacher": {"checkpoint": "t"}, "loss__function": "distillation"}, "loss.teacher"),
-    ({"train__precision": "fp16"}, "train.precision=fp16"),
     ({"train__compile": "layers"}, "train.compile=layers"),
     ({"train__offload_layers": 1}, "train.offload_layers=1"),
     ({"train__offload_optimizer": True}, "train.offload_optimizer=true"),

@@ -24,6 +24,7 @@ from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.init_weights import sharded_tensors
 from mtrain.core.layers.layer_spec import global_name
 from mtrain.core.layers.output_layer import Logits
+from mtrain.core.layers.sharded_parameters import held_values
 from mtrain.core.loss.objective import Objective
 from mtrain.core.loss.pair import LossPair
 from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
@@ -102,8 +103,8 @@ class Run(NamedTuple):
     """Run of a model of its own."""
 
     config: Config
-    parameters: Mapping[str, Any]
-    """Global tensors by name."""
+    parameters: Mapping[str, Any] | None
+    """Global tensors by name; None: the initial ones."""
     batches: Sequence[GlobalBatch]
 
 
@@ -188,7 +189,7 @@ def _inner(built: Built) -> list[torch.optim.Optimizer]:
 
 
 def _bits(built: Built) -> list[bytes]:
-    tensors: list[Tensor] = [parameter for chunk in built.model.chunks for parameter in chunk.parameters()]
+    tensors = [held_values(parameter) for chunk in built.model.chunks for parameter in chunk.parameters()]
     for inner in _inner(built):
         tensors += [main for group in inner.param_groups for main in group["params"]]
         tensors += [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -183,7 +183,7 @@ class Optimizer:
 
     def take_weights(self) -> None:
         """Copies the model weights, which were set from outside, to the main weights."""
-        self.inner.reload_model_params()
+        self.sharded.take_weights(self.inner)
 
     def zero_grad(self) -> None:
         """Clears gradients before a step."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 from torch import nn
 
@@ -11,8 +11,9 @@ from mtrain.core.engine.optimizer import Optimizer
 from mtrain.core.engine.sharded_model import DataParallel, ShardedModel
 from mtrain.core.engine.sharded_weights import ShardedWeights
 from mtrain.core.layers.adapters.attach import attach
-from mtrain.core.layers.build import build_chunks, unwrap
+from mtrain.core.layers.build import build_chunks, in_precision, unwrap
 from mtrain.core.layers.compiled import compile_layers
+from mtrain.core.layers.divided_weights import divide_weights
 from mtrain.core.layers.init_weights import draw_weights
 from mtrain.core.layers.offload.activations import move_activations
 from mtrain.core.layers.transformer_config import transformer_config
@@ -52,12 +53,17 @@ def build_model(config: Config, groups: Groups, weights_follow: bool = False, in
     for chunk in chunks:
         # before the weights move into buffers, from which the main weights are copied
         draw_weights(chunk, config, groups, others_follow=weights_follow)
+    modules = [in_precision(config.train, translated, chunk) for chunk in chunks]
     sharded: ShardedModel
     match groups.layout.shard:
-        case "optimizer":
-            sharded = DataParallel(config, groups, translated, chunks, in_float64)
-        case "weights":
-            sharded = ShardedWeights(config.train, config.optimizer, groups, translated, chunks)
+        case "weights" if config.adapter is None:
+            sharded = ShardedWeights(config.train, config.optimizer, groups, translated.params_dtype, chunks)
+        case "weights" | "optimizer":
+            if groups.layout.shard == "weights":
+                for chunk in chunks:
+                    # what learns is small, and several sets of it take turns
+                    divide_weights(chunk, groups, translated.params_dtype, only_frozen=True)
+            sharded = DataParallel(config, groups, translated, modules, in_float64)
         case _ as never:
             assert_never(never)
     compile_layers(sharded.chunks, config, groups)
@@ -71,7 +77,7 @@ def build_adapters(base: Sequence[nn.Module], config: Config, groups: Groups) ->
     assert config.adapter is not None, "the caller wants adapters"
     # megatron-core's callbacks are kept in it: each set has gradients and an optimizer of its own
     translated = transformer_config(config, groups.layout, groups.device)
-    chunks = [unwrap(chunk) for chunk in base]
-    for chunk in chunks:
-        attach(chunk, config.model, config.adapter, groups.collection)
-    return DataParallel(config, groups, translated, chunks)
+    for chunk in base:
+        attach(unwrap(chunk), config.model, config.adapter, groups.collection)
+    modules: list[Any] = [chunk.module for chunk in base]  # without DDP
+    return DataParallel(config, groups, translated, modules)

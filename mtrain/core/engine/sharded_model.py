@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
-from mtrain.core.layers.build import in_precision
-from mtrain.core.layers.language_model import LanguageModel
+from mtrain.core.layers.build import unwrap
+from mtrain.core.layers.divided_weights import free_gathered
 from mtrain.core.layers.transformer_config import DTYPES, HALF_PRECISION, SMALLEST_LOSS_SCALE
 from mtrain.core.ranks.groups import Groups
 
@@ -67,6 +67,9 @@ class ShardedModel(Protocol):
 
     def optimizer(self) -> MegatronOptimizer:
         """Builds AdamW for the weights that this rank updates; its `.grad` are views of the gradients here."""
+
+    def take_weights(self, inner: MegatronOptimizer) -> None:
+        """Makes the main weights those that compute, which were set from outside."""
 
     def slices(self, part: Any) -> Iterator[FlatSlice]:
         """Yields the slices that this rank updates by one of the `chained_optimizers` of the optimizer."""
@@ -113,10 +116,11 @@ class DataParallel:
         config: Config,
         groups: Groups,
         translated: TransformerConfig,
-        chunks: Sequence[LanguageModel],
+        chunks: Sequence[nn.Module],
         in_float64: bool = False,
     ) -> None:
-        """Moves the weights of the chunks into buffers; `translated` holds megatron-core's callbacks for them."""
+        """Moves what learns in the chunks, which are in the run's precision, into buffers; `translated` holds
+        megatron-core's callbacks for them."""
         self._config, self._groups = config, groups
         self._settings = ddp_config(config, groups.layout)
         self._settings.grad_reduce_in_fp32 = not in_float64
@@ -125,7 +129,7 @@ class DataParallel:
             DistributedDataParallel(
                 config=translated,
                 ddp_config=self._settings,
-                module=in_precision(config.train, translated, chunk),
+                module=chunk,
                 disable_bucketing=index > 0,  # as in Megatron-LM: only the first chunk's gradients come in buckets
                 pg_collection=groups.collection,
             )
@@ -155,6 +159,9 @@ class DataParallel:
             use_gloo_process_groups=False,
             pg_collection=self._groups.collection,
         )
+
+    def take_weights(self, inner: MegatronOptimizer) -> None:
+        inner.reload_model_params()
 
     def slices(self, part: Any) -> Iterator[FlatSlice]:
         if self.is_divided:
@@ -220,6 +227,7 @@ class DataParallel:
         return bool(self._chunks[0].remove_forward_pre_hook_handles)
 
     def gather_parameters(self) -> None:
+        free_gathered(map(unwrap, self._chunks))  # of a frozen base that is divided
         if self._gathers_in_forward:
             self._remove_hooks(gathers=True)
 

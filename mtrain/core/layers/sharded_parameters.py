@@ -30,6 +30,8 @@ class HeldRows(NamedTuple):
     """[rows, ...], which the optimizer updates."""
     start: int
     """Index of the first element in the flattened parameter."""
+    group: dist.ProcessGroup
+    """Ranks that divide the parameter."""
 
     @property
     def end(self) -> int:
@@ -52,8 +54,8 @@ def divide(parameter: Any, stand_in: Any, held: HeldRows) -> None:
 
 
 def held_rows(parameter: Any) -> HeldRows | None:
-    """Returns what this rank holds of a divided parameter, given by its stand-in; None for all others."""
-    return getattr(parameter, "held", None)
+    """Returns what this rank holds of a divided parameter, given by itself or its stand-in; None for all others."""
+    return getattr(getattr(parameter, "stand_in", parameter), "held", None)
 
 
 def held_values(parameter: Tensor) -> Tensor:
@@ -61,6 +63,31 @@ def held_values(parameter: Tensor) -> Tensor:
     not divided."""
     held = held_rows(parameter)
     return parameter if held is None else held.main
+
+
+@torch.no_grad()
+def gathered_rows(parameter: Tensor, values: Tensor) -> Tensor:
+    """Gathers the rows of a divided parameter, or of its gradient, to its whole shape; returns `values` of others. One
+    all-gather over the ranks that divide it.
+
+    DTensor's `full_tensor` might use the process groups of an earlier engine of this process, by its cache of meshes.
+
+    Args:
+        values: Rows that this rank holds, [rows, ...].
+    """
+    held = held_rows(parameter)
+    if held is None:
+        return values
+    rows, size = rows_of_rank(parameter, held.group), held.group.size()
+    padded = torch.cat((values, values.new_zeros(rows - len(values), *values.shape[1:])))
+    whole = values.new_empty(rows * size, *values.shape[1:])
+    dist.all_gather_into_tensor(whole, padded, group=held.group)
+    return whole[: parameter.shape[0]]
+
+
+def rows_of_rank(parameter: Tensor, group: dist.ProcessGroup) -> int:
+    """Returns the number of rows of each rank but the last ones, as torch.chunk divides them."""
+    return -(-parameter.shape[0] // group.size())
 
 
 def checkpoint_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:

@@ -21,6 +21,7 @@ from mtrain.core.engine.rank_model import RankModel, build_model, build_rank_mod
 from mtrain.core.engine.schedule import run_forward
 from mtrain.core.layers.adapters.adapter import adapters_off
 from mtrain.core.layers.build import unwrap
+from mtrain.core.layers.init_weights import sharded_tensors
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.ranks.groups import Groups
 from mtrain.verify.core.samples import Batches, SamplePlan
@@ -65,9 +66,10 @@ def load(groups: Groups, config: Config, folder: Path) -> Loaded:
     assert base is not None
     refusals = []
     with torch.no_grad():
-        if groups.pp_rank == 0 and groups.tp_rank == 0:
-            row = unwrap(chunks[0]).embedding.word_embeddings.weight[3]
-            row[5] = torch.nextafter(row[5], torch.tensor(9.0))
+        for part in sharded_tensors(unwrap(chunks[0]), groups):
+            row = 3 - part.global_offset[0]
+            if part.key == "embedding.word_embeddings.weight" and 0 <= row < len(part.data):
+                part.data[row, 5] = torch.nextafter(part.data[row, 5], torch.tensor(9.0))
     settle_base(model)
     for attempt in (load_checkpoint, load_weights):
         try:

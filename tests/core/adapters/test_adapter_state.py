@@ -33,8 +33,14 @@ MIXED = config(adapter={"rank": 3, "targets": ["qkv", "fc2", "experts"]}, model_
 )
 @pytest.mark.parametrize(
     ("user", "before", "after"),
-    [(DENSE, Layout(tp=2, sp=True), Layout(pp=2)), (MIXED, Layout(dp=2, ep=2), Layout(tp=2, sp=True))],
-    ids=["dense", "experts"],
+    [
+        (DENSE, Layout(tp=2, sp=True), Layout(pp=2)),
+        (MIXED, Layout(dp=2, ep=2), Layout(tp=2, sp=True)),
+        # as many ranks as no number of rows is divisible by
+        (DENSE, Layout(dp=2), Layout(dp=3, shard="weights")),
+        (MIXED, Layout(dp=4, ep=2, shard="weights"), Layout(dp=2)),
+    ],
+    ids=["dense", "experts", "dense to sharded", "sharded experts"],
 )
 def test_adapters_move_between_layouts_without_their_base(
     pool: Pool, tmp_path: Path, user: Config, before: Layout, after: Layout, notice: Notice

@@ -17,11 +17,16 @@ from torch.distributed.tensor import DTensor
 from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.config import Config
 from mtrain.core.engine import sharded_weights
+from mtrain.core.engine.rank_model import build_rank_model
+from mtrain.core.engine.sharded_model import DataParallel
 from mtrain.core.engine.sharded_weights import ShardedWeights
+from mtrain.core.layers import divided_weights
 from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.output_layer import DeferredLogits
+from mtrain.core.layers.transformer_config import DTYPES
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.forward import forward_totals
+from mtrain.training.resume import initialize
 from tests.core.engine.counting import Counting
 from tests.core.state.gathering import gather_whole
 from tests.parity.batches import GlobalBatch
@@ -58,7 +63,7 @@ def _divided_and_noted(chunk: LanguageModel, *others: Any) -> Any:
     return _divide(chunk, *others)
 
 
-_divide = sharded_weights._divided
+_divide = divided_weights.divide_weights
 
 
 def _replicas_count(sharded: ShardedWeights) -> Any:
@@ -77,16 +82,25 @@ def _nothing(sharded: ShardedWeights) -> None:
     """Leaves gathered weights as they are."""
 
 
+def _mean(sharded: DataParallel, groups: Groups) -> None:
+    _finish_whole(sharded, groups)
+    sharded.scale_gradients(1 / groups.dp_cp.size())
+
+
+_finish_whole = DataParallel.finish_grad_sync
+
+
 FAULTS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "factor on the root alone": [(FSDPModule, "set_gradient_divide_factor", _of_the_root_alone)],
-    "sums in half": [(sharded_weights, "MixedPrecisionPolicy", _in_half)],
+    "sums in half": [(divided_weights, "MixedPrecisionPolicy", _in_half)],
     "table outside its unit": [
-        (sharded_weights, "_divided", _divided_and_noted),
+        (sharded_weights, "divide_weights", _divided_and_noted),
         (DeferredLogits, "_table", _outside_its_unit),
     ],
     "stale weights": [(ShardedWeights, "gather_in_forward", _nothing)],
     "replicas in the norm": [(ShardedWeights, "optimizer", _replicas_count)],
     "sums over tp": [(ShardedWeights, "finish_grad_sync", _summed_over_tp)],
+    "mean of adapters": [(DataParallel, "finish_grad_sync", _mean)],
 }
 
 
@@ -108,7 +122,7 @@ def train_with(groups: Groups, faults: Sequence[str | None], run: Run) -> list[O
     return found
 
 
-def _train(groups: Groups, config: Any, parameters: Mapping[str, Any], batches: Sequence[Any]) -> Outcome:
+def _train(groups: Groups, config: Any, parameters: Mapping[str, Any] | None, batches: Sequence[Any]) -> Outcome:
     built = build(groups, config, parameters)
     objective = built.training._objective
     found = []
@@ -117,7 +131,13 @@ def _train(groups: Groups, config: Any, parameters: Mapping[str, Any], batches: 
         with patch.object(built.training, "update", _after_a_look(built, objective, rows)):
             found.append(run_step(built, groups, config, batch, number))
     built.model.sharded.gather_parameters()
+    is_learned = [parameter.requires_grad or parameter.grad is None for parameter in parameters_of(built.model.chunks)]
+    assert all(is_learned), "a frozen parameter has a gradient"
     return Outcome(found, arrays(gather_whole(parameter_shards(built.model.chunks, groups))))
+
+
+def parameters_of(chunks: Sequence[Any]) -> Iterator[Any]:
+    return (parameter for chunk in chunks for parameter in chunk.parameters())
 
 
 def _after_a_look(built: Any, objective: Any, rows: Any) -> Callable[..., Any]:
@@ -128,6 +148,15 @@ def _after_a_look(built: Any, objective: Any, rows: Any) -> Callable[..., Any]:
         return update(*arguments)
 
     return looked
+
+
+def begins_rounded(groups: Groups, config: Config) -> bool:
+    """Says whether a drawn model's main weights are numbers of the precision that computes."""
+    model = build_rank_model(config, groups, weights_follow=True)
+    initialize(model)
+    computes_in = DTYPES[config.train.precision]
+    mains = [flat_slice.main for flat_slice in model.optimizer.state.flat_slices()]
+    return all(torch.equal(main, main.to(computes_in).float()) for main in mains)
 
 
 class Traffic(NamedTuple):

@@ -67,6 +67,7 @@ def assert_near_the_oracle(
     ("precision", "case"),
     [
         ("fp16", CASES[2]),
+        ("fp16", lean(case(pp=2, dp=2, shard="weights"), 4)),
         ("bf16", lean(case(tp=2, sp=True, dp=2, shard="weights"), 4)),
         # the day has bf16 under tp and cp in one of the families
         *(at_night("bf16", each) for each in CASES),
@@ -115,7 +116,13 @@ def test_families_in_half_precision_are_near_the_oracle(pool: Pool, family: dict
 
 
 @pytest.mark.parametrize(
-    "case", [lean(case(pp=2)), *map(at_night, [lean(case()), lean(case(tp=2, sp=True, pp=2))])], ids=str
+    "case",
+    [
+        lean(case(pp=2)),
+        lean(case(dp=2, shard="weights")),
+        *map(at_night, [lean(case()), lean(case(tp=2, sp=True, pp=2))]),
+    ],
+    ids=str,
 )
 def test_an_overflow_is_skipped_and_lowers_the_loss_scale(pool: Pool, case: Case) -> None:
     config = case.config(train__precision="fp16", train__initial_loss_scale=2.0**22)

@@ -82,7 +82,7 @@ def test_an_adapter_of_a_tied_table_is_exact(pool: Pool) -> None:
     """Only the lookup has the adapter: the output layer, a copy on the last stage, keeps the frozen table."""
     user = adapted(LORA | {"targets": ["q_proj", "embedding"]})
     assert user.model.tied_embeddings
-    assert_passes(check(pool, user, "pp2mbs4", num_steps=NUM_STEPS))
+    assert_passes(check(pool, user, "pp2mbs4,pp2dp2-weights-mbs2", num_steps=NUM_STEPS))
 
 
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -91,7 +91,7 @@ TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 @pytest.mark.parametrize(
     ("layouts", "changes"),
     [
-        ("pp2vpp2mbs2", {"train__recompute": "full", "adapter__base_dtype": "bf16"}),
+        ("pp2vpp2mbs2,pp2vpp2dp2-weights-mbs2", {"train__recompute": "full", "adapter__base_dtype": "bf16"}),
         pytest.param(
             "tp2spcp2mbs4",
             {"train__recompute": "full", "adapter__base_dtype": "bf16"},
@@ -136,7 +136,7 @@ OTHER_NORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        ("full width", "tp2spmbs8,pp2mbs4"),
+        ("full width", "tp2spmbs8,pp2mbs4,tp2spdp2-weights-mbs4"),
         pytest.param("heads", "tp2spcp2mbs4,pp2vpp2mbs2,dp2mbs4", marks=pytest.mark.nightly),
         pytest.param("delta net", "tp2spmbs8,cp2mbs8", marks=pytest.mark.nightly),
     ],
@@ -194,7 +194,7 @@ def test_dora_is_exact_where_rows_lie_on_several_ranks(pool: Pool, layouts: str)
 
 
 @pytest.mark.parametrize(
-    "layouts", ["tp2spep2mbs4", pytest.param("ep2dp2mbs2,tp2sppp2mbs2", marks=pytest.mark.nightly)]
+    "layouts", ["tp2spep2mbs4,ep2dp4-weights-mbs2", pytest.param("ep2dp2mbs2,tp2sppp2mbs2", marks=pytest.mark.nightly)]
 )
 def test_adapters_of_experts_are_exact_before_a_frozen_depth(pool: Pool, layouts: str) -> None:
     """The depth of multi-token prediction has no adapters; its loss reaches the adapters of the layers before it."""
@@ -246,7 +246,7 @@ def test_adapters_are_exact_with_recomputation_and_logits_in_chunks(
 @pytest.mark.parametrize(
     ("kind", "rank", "layouts"),
     [
-        ("dora", 24, "tp2spmbs8"),
+        ("dora", 24, "tp2spmbs8,tp2spdp2-weights-mbs4"),
         # a plain projection of queries, adapted as in every other model
         pytest.param("lora", None, "cp2ulyssesmbs8", marks=pytest.mark.nightly),
         pytest.param("lora", 24, "tp2mbs8,tp2spcp2mbs2,pp2mbs4", marks=pytest.mark.nightly),
@@ -277,7 +277,7 @@ def test_a_base_in_bf16_is_exact_below_a_run_in_float32(pool: Pool, kind: str) -
     user = expert_config(
         adapter=held | {"targets": ["proj", "experts"]}, model__experts__bias_update_rate=0.0, **changes
     )
-    assert_passes(check(pool, user, "tp2spep2mbs4", num_steps=NUM_STEPS))
+    assert_passes(check(pool, user, "tp2spep2mbs4,ep2dp2-weights-mbs4", num_steps=NUM_STEPS))
 
 
 EXPECTED: dict[str, tuple[dict[str, Any], str, str, str]] = {

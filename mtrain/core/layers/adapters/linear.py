@@ -33,6 +33,7 @@ from mtrain.core.layers.adapters.adapter import LORA_A, LORA_B, MAGNITUDE, Adapt
 from mtrain.core.layers.attention.mla import ReplicatedLinear
 from mtrain.core.layers.output_layer import Operands
 from mtrain.core.layers.products import widened
+from mtrain.core.layers.sharded_parameters import gathered_rows, held_values
 
 
 class Fusion(NamedTuple):
@@ -204,7 +205,8 @@ class LinearAdapter(Adapter):
         """Returns the norms of the rows of W + s B A in the order of the fused projection, [outputs] in at least
         float32.
 
-        One all-reduce over TP for a row-parallel projection. The matrix W + s B A exists temporarily.
+        One all-reduce over TP for a row-parallel projection, and between passes one all-gather of W if it is divided
+        over DP x CP. The matrix W + s B A exists temporarily.
         """
         products = [
             self._section.scale_of(name) * (widened(self._of(name, LORA_B)) @ widened(self._of(name, LORA_A))).T
@@ -212,7 +214,8 @@ class LinearAdapter(Adapter):
             else None
             for name in self._parts.names
         ]
-        weight = widened(self._weight())  # [outputs, inputs]
+        weight = self._weight()  # [outputs, inputs]
+        weight = widened(gathered_rows(weight, held_values(weight)))
         whole = weight.T + self._parts.fusion.joined(products, 0.0, weight.T)
         return self._over_ranks(whole.square().sum(0)).sqrt()
 
