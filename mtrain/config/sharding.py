@@ -20,8 +20,6 @@ def _refused(config: Sections) -> Iterator[tuple[str, str]]:
     model, layout, train = config.model, config.layout, config.train
     if layout.etp > 1:
         yield f"layout.etp={layout.etp}", "set layout.etp=1"
-    if config.loss.teacher is not None:
-        yield "loss.teacher", "remove it"
     if train.fp8 is not None:
         yield f"train.fp8={train.fp8}", "remove it"
     if train.compile == "layers":

@@ -9,7 +9,6 @@ from mtrain.base.errors import ConfigError
 from mtrain.base.files import disk_faults
 from mtrain.base.plain_files import read_plain_file
 from mtrain.config.schema.adapter import AdapterSection
-from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.model import ModelSection
 
 _LIBRARIES = ("starlette", "uvicorn", "google.protobuf", "pyarrow")
@@ -18,11 +17,8 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MOST_BYTES = 4096
 
 
-def check_served(model: ModelSection, adapter: AdapterSection | None, layout: LayoutSection) -> None:
-    """Refuses a model that clients cannot train, adapters that cannot share it, and sharded weights, which cannot make
-    room for those of another client."""
-    if layout.shard == "weights":
-        raise ConfigError("mtrain serve cannot set divided weights aside; set layout.shard=optimizer")
+def check_served(model: ModelSection, adapter: AdapterSection | None) -> None:
+    """Refuses a model that clients cannot train, and adapters that cannot share it."""
     if model.output.head_rows or model.layers_ahead:
         raise ConfigError("mtrain serve serves a language model without a head and without model.mtp_depths")
     if adapter is not None and adapter.modules_to_save:

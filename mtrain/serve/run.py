@@ -40,7 +40,7 @@ def serve(served: Served, host: str, port: int, token: str | None) -> None:
     """Serves until a signal ends it; called on every rank. Port 0 chooses a free one; without a key (`token`) only
     programs of this machine may call."""
     config = served.config
-    check_served(config.model, config.adapter, config.layout)
+    check_served(config.model, config.adapter)
     check_token(host, token)
     # undivided sums, since clients divide by their own weights
     config = config.model_copy(update={"loss": LossSection(aggregation="sum", chunk_tokens=config.loss.chunk_tokens)})

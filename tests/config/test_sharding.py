@@ -4,16 +4,11 @@ from typing import Any
 
 import pytest
 
-from mtrain.base.errors import ConfigError
-from mtrain.config.schema.layout import LayoutSection
-from mtrain.serve.checked import check_served
-from tests.config.samples import config
 from tests.config.test_rules import EXPERTS, messages
-from tests.messages import check_message, refuses
+from tests.messages import check_message
 
 WHOLE_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"layout__etp": 2, "model__experts": EXPERTS}, "layout.etp=2"),
-    ({"loss__teacher": {"checkpoint": "t"}, "loss__function": "distillation"}, "loss.teacher"),
     ({"train__compile": "layers"}, "train.compile=layers"),
     ({"train__offload_layers": 1}, "train.offload_layers=1"),
     ({"train__offload_optimizer": True}, "train.offload_optimizer=true"),
@@ -29,8 +24,3 @@ def test_what_does_not_run_with_divided_weights_is_named(tmp_path: Any, changes:
     (found,) = [line for line in messages(tmp_path, layout__shard="weights", **changes) if "layout.shard" in line]
     assert found.startswith(f"{fact} ")
     check_message(found)
-
-
-def test_a_service_does_not_begin_with_divided_weights() -> None:
-    with refuses(ConfigError, "layout.shard=optimizer"):
-        check_served(config().model, None, LayoutSection(shard="weights"))

@@ -43,7 +43,7 @@ def train_with_teacher(
 ) -> Taught:
     """Trains one optimizer step for each global batch, next to a teacher with given global parameters."""
     teacher, frozen = build_teacher(groups, teacher_config, teacher_parameters)
-    before = [parameter.clone() for chunk in frozen for parameter in chunk.parameters()]
+    before = parameter_shards(frozen, teacher.groups)
     sharded = build_model(config, groups)
     set_parameters(sharded.chunks, groups, parameters)
     optimizer = Optimizer(config, sharded, groups)
@@ -53,9 +53,10 @@ def train_with_teacher(
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]
     sharded.gather_parameters()
     outcome = Outcome(steps, arrays(gather_whole(parameter_shards(sharded.chunks, groups))))
-    after = [parameter for chunk in frozen for parameter in chunk.parameters()]
-    moved = any(not torch.equal(old, new) or new.grad is not None for old, new in zip(before, after, strict=True))
-    return Taught(outcome, moved)
+    after = parameter_shards(frozen, teacher.groups)
+    moved = any(not torch.equal(old.data, new.data) for old, new in zip(before, after, strict=True))
+    learns = any(parameter.grad is not None for chunk in frozen for parameter in chunk.parameters())
+    return Taught(outcome, moved or learns)
 
 
 def build_teacher(
@@ -65,7 +66,7 @@ def build_teacher(
     own = replace(groups, layout=Layout.from_config(config, groups.layout.world_size))
     chunks = build_frozen_model(config, own)
     set_parameters(chunks, own, parameters)
-    return Teacher(config, chunks, groups), chunks
+    return Teacher(config, chunks, own), chunks
 
 
 def held_logits(

@@ -111,6 +111,8 @@ LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"]
         at_night(LAYOUTS[3], LOSSES[::2]),  # test_sampler_and_trainer.py has cp by day
         at_night(LAYOUTS[4], LOSSES[::2]),  # an engine in a pipeline: tests/training/test_engine.py
         (LAYOUTS[5], LOSSES[::2]),
+        # by the engine: test_engine.py and test_adapters.py in tests/training
+        at_night(case(2, num_layers=1, dp=2, shard="weights"), LOSSES[::2]),
         *(at_night(each, LOSSES * 2) for each in LAYOUTS),
     ],
     ids=lambda value: named(value) if isinstance(value, Case) else str(len(value)),

@@ -86,6 +86,32 @@ def steps_of(engine: Engine, batches: Sequence[Batch], size: int, save_to: str |
     return Run(done, log_probs, entropy, engine.evaluate(batches))
 
 
+def set_aside(groups: Groups, config: Config, batches: Sequence[Batch], other: Batch) -> list[list[Any]]:
+    """Makes some steps of two calls, and again on an engine where another model takes a turn between all calls; with
+    answers of the weights before each update."""
+    found: list[list[Any]] = []
+    with free(groups):
+        for takes_turns in (False, True):
+            with Engine(config) as engine:
+                found.append([])
+                for batch in batches:
+                    half = len(batch) // 2
+                    for call in (batch[:half], batch[half:]):
+                        engine.forward_backward(call)
+                        state, sampled = engine.hold(), engine.hold(weights_only=True)
+                        if takes_turns:
+                            engine.begin_anew()
+                            engine.forward_backward(other)
+                            engine.optim_step(0.1)
+                            engine.put_back(sampled)
+                        found[-1].append(engine.generate([[3], [5, 7]]))
+                        if takes_turns:
+                            engine.put_back(state)
+                    found[-1].append(engine.optim_step(0.01))
+                found[-1].append([each.tolist() for each in engine.forward(other).log_probs])
+    return found
+
+
 class Calls(NamedTuple):
     """A run whose steps are given in one call or in several."""
 

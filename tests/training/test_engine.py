@@ -108,6 +108,21 @@ def test_three_calls_are_one_to_the_bit(pool: Pool, case: Case, overlap: bool) -
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(three.log_probs, one.log_probs, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        (replace(LAYOUTS[3], layout={"dp": 2, "shard": "weights"}), "bf16"),
+        pytest.param(LAYOUTS[3], "fp32", marks=pytest.mark.nightly),  # as adapters: tests/training/test_adapters.py
+    ],
+    ids=str,
+)
+def test_a_model_that_was_set_aside_in_a_step_goes_on_to_the_bit(pool: Pool, case: Case, precision: str) -> None:
+    config, (*batches, other) = case.config(train__precision=precision), data_of(three_steps())
+    for alone, in_turns in pool.run(engine_ranks.set_aside, case.resolved(config), config, batches, other):
+        assert alone == in_turns
+        assert alone[2].loss != alone[5].loss
+
+
 def test_calls_of_parts_are_one_call_for_every_kind_of_sum(pool: Pool) -> None:
     """Results agree to the bit: one denominator for the step, gradients sent during the computation, means over
     sequences with another term, extras, biases of experts."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from mtrain.core.engine.optimizer_state import MAIN
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.layers.build import unwrap
+from mtrain.core.layers.sharded_parameters import held_values
 from mtrain.core.state.loss_scaler import LossScaler
 
 HeldWeights: TypeAlias = list[Tensor]
@@ -81,7 +82,7 @@ def put_back_gradients(saved: list[Tensor], model: RankModel) -> None:
 def _trained(model: RankModel) -> Iterator[Tensor]:
     for chunk in model.chunks:
         module = unwrap(chunk)
-        yield from (parameter for parameter in module.parameters() if parameter.requires_grad)
+        yield from (held_values(parameter) for parameter in module.parameters() if parameter.requires_grad)
         yield from module.buffers()
 
 

@@ -154,7 +154,7 @@ def _service(config: "Config", options: JobOptions) -> "ServiceOptions | None":
         if options.port is not None or options.token_file is not None:
             raise ConfigError("--port and --token-file need --serve, which is not given; add it")
         return None
-    check_served(config.model, config.adapter, config.layout)
+    check_served(config.model, config.adapter)
     if options.container is None:  # an image has its own libraries
         check_libraries()
     token_file = options.token_file or Path(config.run.dir) / "service.key"

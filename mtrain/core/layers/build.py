@@ -18,6 +18,7 @@ from mtrain.core.layers import products
 from mtrain.core.layers.adapters.attach import attach, learned_modules
 from mtrain.core.layers.adapters.narrow import built_narrow, widen_all_but_matrices
 from mtrain.core.layers.attention.flash_linear_attention import take_delta_rule
+from mtrain.core.layers.divided_weights import divide_weights
 from mtrain.core.layers.fp8 import use_fp8
 from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.layer_parts import Backend
@@ -36,7 +37,11 @@ def build_frozen_model(config: Config, groups: Groups, in_float64: bool = False)
         chunk.looks_ahead = False  # MTP depths of a teacher are loaded but never run
         chunk.replays = False  # the choices in a batch are those of the student
     # without DDP, whose gradient buffers would cost four bytes per parameter
-    return [in_precision(config.train, translated, chunk).eval().requires_grad_(False) for chunk in chunks]
+    frozen = [in_precision(config.train, translated, chunk).eval().requires_grad_(False) for chunk in chunks]
+    if groups.layout.shard == "weights":
+        for chunk in chunks:
+            divide_weights(chunk, groups, translated.params_dtype)
+    return frozen
 
 
 def unwrap(chunk: torch.nn.Module) -> LanguageModel:

@@ -5,7 +5,8 @@ import torch
 from mtrain.config import Config
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.schedule import run_forward
-from mtrain.core.layers.build import run_chunk
+from mtrain.core.layers.build import run_chunk, unwrap
+from mtrain.core.layers.divided_weights import free_gathered
 from mtrain.core.layers.output_layer import DeferredLogits, Logits
 from mtrain.core.ranks.groups import Groups
 
@@ -34,6 +35,7 @@ class Teacher:
         Without pipeline parallelism the teacher runs when that function is called, and stores nothing. With pipeline
         parallelism it runs now, on all microbatches, and the last stage stores their hidden states until they are used.
         """
+        free_gathered(map(unwrap, self.chunks))  # no backward pass of a teacher does
         if not self._runs_alone:
             return self._run_now
         # keyed by id: the schedules pass the very objects in `batches` on

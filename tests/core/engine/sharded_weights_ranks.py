@@ -21,11 +21,13 @@ from mtrain.core.engine.rank_model import build_rank_model
 from mtrain.core.engine.sharded_model import DataParallel
 from mtrain.core.engine.sharded_weights import ShardedWeights
 from mtrain.core.layers import divided_weights
+from mtrain.core.layers.build import build_frozen_model
 from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.output_layer import DeferredLogits
 from mtrain.core.layers.transformer_config import DTYPES
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.forward import forward_totals
+from mtrain.core.step.teacher import Teacher
 from mtrain.training.resume import initialize
 from tests.core.engine.counting import Counting
 from tests.core.state.gathering import gather_whole
@@ -157,6 +159,22 @@ def begins_rounded(groups: Groups, config: Config) -> bool:
     computes_in = DTYPES[config.train.precision]
     mains = [flat_slice.main for flat_slice in model.optimizer.state.flat_slices()]
     return all(torch.equal(main, main.to(computes_in).float()) for main in mains)
+
+
+def remembered_passes(groups: Groups, config: Config, batch: GlobalBatch) -> list[tuple[int, ...]]:
+    """Counts the units that torch remembers of the forward passes of a model and of a teacher, after each of some
+    validations in which nothing learns."""
+    built, chunks = build(groups, config), build_frozen_model(config, groups)
+    teacher, rows = Teacher(config, chunks, groups), own_microbatches(batch, groups, config)
+    assert rows is not None
+    counts = []
+    for _ in range(3):
+        forward_totals(built.model, built.training._objective, [rows])
+        for row in rows:
+            teacher.logits_of(rows)(row)
+        roots: list[Any] = [*built.model.chunks, *chunks]
+        counts.append(tuple(len(root._get_fsdp_state()._comm_ctx.post_forward_order) for root in roots))
+    return counts
 
 
 class Traffic(NamedTuple):

@@ -8,7 +8,14 @@ import torch
 
 from mtrain.arch.layout import Layout
 from tests.core.engine.reduced_ranks import reduced
-from tests.core.engine.sharded_weights_ranks import FAULTS, begins_rounded, sums_of_torch, traffic, train_with
+from tests.core.engine.sharded_weights_ranks import (
+    FAULTS,
+    begins_rounded,
+    remembered_passes,
+    sums_of_torch,
+    traffic,
+    train_with,
+)
 from tests.parity.batches import two_steps
 from tests.parity.cases import case, lean
 from tests.parity.compare import Deviation, between, deviation, initial_parameters, run_oracle
@@ -66,6 +73,15 @@ def test_adapters_have_the_bits_that_they_have_on_a_whole_base(pool: Pool, name:
 
 def test_a_table_outside_its_unit_has_the_gradient_of_one_rank(pool: Pool) -> None:
     assert found(pool, False)["table outside its unit"].gradient > 0.3
+
+
+def test_passes_in_which_nothing_learns_leave_nothing(pool: Pool) -> None:
+    """A teacher, a service and a validation never have the backward pass after which torch forgets them."""
+    one = lean(case(4, dp=2))
+    config = one.config(layout__shard="weights")
+    for first, *others in pool.run(remembered_passes, one.resolved(config), config, two_steps()[0]):
+        assert min(first) > 0
+        assert others == [first] * 2
 
 
 def test_a_half_precision_run_begins_with_the_main_weights_of_whole_ones(pool: Pool) -> None:

@@ -57,7 +57,12 @@ FOUR_TERMS: dict[str, Any] = NEEDED | {
 }
 
 
-DAY = [("four terms", FOUR_TERMS, lean(case(2, tp=2, sp=True))), ("alone", ALONE, lean(case(cp=2, dp=2)))]
+DAY = [
+    ("four terms", FOUR_TERMS, lean(case(2, tp=2, sp=True))),
+    ("alone", ALONE, lean(case(cp=2, dp=2))),
+    ("alone", ALONE, lean(case(pp=2, dp=2, shard="weights"))),
+    ("four terms", FOUR_TERMS, lean(case(2, cp=2, dp=2, shard="weights"))),
+]
 RUNS = [("four terms", FOUR_TERMS, lean(each)) for each in CASES]
 RUNS += [("alone", ALONE, lean(each)) for each in (SINGLE, case(cp=2, dp=2), case(tp=2, sp=True, pp=2))]
 RUNS = [run for run in RUNS if run not in DAY]
