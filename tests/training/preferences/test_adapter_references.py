@@ -177,11 +177,12 @@ def steps_of(run: Path) -> list[tuple[float, float]]:
         # they read the same scores
         pytest.param("ipo", Layout(pp=2), marks=pytest.mark.nightly),
         pytest.param("kto", Layout(dp=2), marks=pytest.mark.nightly),
+        pytest.param("dpo", Layout(dp=2, shard="weights"), marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_from_an_adapter_compares_with_it(pool: Pool, folder: Path, kind: str, layout: Layout) -> None:
     """Each update has TRL's loss and gradient norm; the first loss is that of a model that is its own reference."""
-    run = config(folder, kind, kind, layout={"tp": layout.tp, "pp": layout.pp})
+    run = config(folder, kind, kind, layout={"tp": layout.tp, "pp": layout.pp, "shard": layout.shard})
     pool.run(train_fresh, layout, run)
     found, expected = steps_of(folder / kind), Oracle(folder, "adapter").steps(kind, folder, run)
     assert found[0][0] == pytest.approx(FIRST[kind], rel=1e-5)
