@@ -50,9 +50,6 @@ def build_model(config: Config, groups: Groups, weights_follow: bool = False, in
     the caller loads or draws them.
     """
     translated, chunks = build_chunks(config, groups, in_float64)
-    for chunk in chunks:
-        # before the weights move into buffers, from which the main weights are copied
-        draw_weights(chunk, config, groups, others_follow=weights_follow)
     modules = [in_precision(config.train, translated, chunk) for chunk in chunks]
     sharded: ShardedModel
     match groups.layout.shard:
@@ -66,6 +63,9 @@ def build_model(config: Config, groups: Groups, weights_follow: bool = False, in
             sharded = DataParallel(config, groups, translated, modules, in_float64)
         case _ as never:
             assert_never(never)
+    for chunk in chunks:
+        # into buffers or rows, which an optimizer copies or rounds to its main weights
+        draw_weights(chunk, config, groups, others_follow=weights_follow)
     compile_layers(sharded.chunks, config, groups)
     if config.train.offload_layers is not None:
         move_activations([chunk.decoder for chunk in chunks], config.train.offload_layers, groups.device)

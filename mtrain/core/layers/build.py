@@ -18,7 +18,7 @@ from mtrain.core.layers import products
 from mtrain.core.layers.adapters.attach import attach, learned_modules
 from mtrain.core.layers.adapters.narrow import built_narrow, widen_all_but_matrices
 from mtrain.core.layers.attention.flash_linear_attention import take_delta_rule
-from mtrain.core.layers.divided_weights import divide_weights
+from mtrain.core.layers.divided_weights import divide_weights, matrices_without_memory
 from mtrain.core.layers.fp8 import use_fp8
 from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.layer_parts import Backend
@@ -65,7 +65,8 @@ def build_with(backend: Backend, config: Config, groups: Groups) -> torch.nn.Mod
 def build_chunks(
     config: Config, groups: Groups, in_float64: bool = False
 ) -> tuple[TransformerConfig, list[LanguageModel]]:
-    """Builds this rank's model chunks, one per virtual stage; weights must still be drawn or loaded.
+    """Builds this rank's model chunks, one per virtual stage; weights must still be drawn or loaded, and with
+    layout.shard=weights be divided before.
 
     `in_float64` makes a float32 configuration compute in float64, for references without an optimizer.
 
@@ -77,7 +78,8 @@ def build_chunks(
         compute_in_float64(translated)
     stages: list[int | None] = [None] if groups.layout.vpp == 1 else list(range(groups.layout.vpp))
     backend = _agreed(chosen_backend(config, groups.device), config, groups)
-    return translated, [_build_chunk(config, translated, groups, stage, backend) for stage in stages]
+    with matrices_without_memory() if groups.layout.shard == "weights" else contextlib.nullcontext():
+        return translated, [_build_chunk(config, translated, groups, stage, backend) for stage in stages]
 
 
 def _agreed(backend: Backend, config: Sections, groups: Groups) -> Backend:
@@ -117,7 +119,7 @@ def _build_chunk(
         if is_narrow:
             widen_all_but_matrices(model, translated.params_dtype, learned_modules(model, config.model, config.adapter))
         attach(model, config.model, config.adapter, groups.collection)
-    return model.to(groups.device)
+    return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(groups.device))
 
 
 def in_precision(train: TrainSection, translated: TransformerConfig, chunk: LanguageModel) -> torch.nn.Module:

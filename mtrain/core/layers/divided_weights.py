@@ -8,23 +8,29 @@ Embeddings and output layer stay gathered from the beginning of a forward pass t
 multiplies by the table after the model's forward pass has ended, where fully_shard would no longer see its gradient.
 """
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer import TransformerLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from mtrain.base.errors import ConfigError
 from mtrain.core.layers.language_model import LanguageModel
-from mtrain.core.layers.moe.experts import Experts
+from mtrain.core.layers.moe.experts import Experts, Stack
 from mtrain.core.layers.mtp import Depth
+from mtrain.core.layers.output_layer import OutputLayer, ScoreHead
 from mtrain.core.layers.sharded_parameters import HeldRows, divide, rows_of_rank, stand_in_of
 from mtrain.core.ranks.groups import Groups
+
+_TABLES = (VocabParallelEmbedding, OutputLayer, ScoreHead)
 
 
 class Divided(NamedTuple):
@@ -39,10 +45,30 @@ class Divided(NamedTuple):
     """Rows that this rank holds: an ordinary parameter in the memory of the DTensor."""
 
 
+@contextlib.contextmanager
+def matrices_without_memory() -> Iterator[None]:
+    """Builds layers inside the block whose matrices have no memory until `divide_weights` divides them, so that a rank
+    never holds a whole stage. Tables have theirs: they are gathered for whole passes anyway."""
+
+    def let_go(holder: nn.Module, name: str, built: nn.Module) -> None:
+        # experts choose a product by the device of their stacks, while they are built
+        for module in () if isinstance(built, Stack) else built.modules():
+            matrix = module._parameters.get("weight")
+            if matrix is not None and matrix.dim() > 1 and not isinstance(module, _TABLES):
+                module._parameters["weight"] = stand_in_of(matrix)
+
+    handle = register_module_module_registration_hook(let_go)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def divide_weights(
     chunk: LanguageModel, groups: Groups, computes_in: torch.dtype, only_frozen: bool = False
 ) -> list[Divided]:
-    """Divides the parameters of a chunk, or only frozen ones, which are in the precision that computes.
+    """Divides the parameters of a chunk, or only frozen ones, which are in the precision that computes. The numbers of
+    matrices without memory are unknown until they are drawn or loaded.
 
     Raises:
         ConfigError: A parameter computes in another precision than `computes_in`.
@@ -66,6 +92,7 @@ def divide_weights(
     of_experts, of_others = (DeviceMesh.from_group(each, kind) for each in (groups.collection.expt_dp, groups.dp_cp))
     for module in _units(chunk):
         mesh = of_experts if isinstance(module, Experts) else of_others
+        _give_memory(module, groups.device)
         for parameter in module.parameters():
             if parameter.requires_grad and parameter not in whole and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(widest)  # in one unit at a time
@@ -91,6 +118,15 @@ def free_gathered(chunks: Iterable[nn.Module]) -> None:
         state = chunk._get_fsdp_state() if isinstance(chunk, FSDPModule) else None
         if state is not None and state._is_root:  # set by the first forward pass, before which nothing is gathered
             state._root_post_backward_final_callback()  # which torch calls where a backward pass ends
+
+
+def _give_memory(unit: nn.Module, device: torch.device) -> None:
+    for module in unit.modules():
+        matrix = module._parameters.get("weight")
+        if matrix is not None and matrix.is_meta:
+            values = nn.Parameter(torch.empty_like(matrix, device=device), matrix.requires_grad)
+            vars(values).update(vars(matrix))
+            module._parameters["weight"] = values
 
 
 @torch.no_grad()

@@ -11,13 +11,14 @@ from mtrain.arch.layout import Layout
 from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.config import Config
 from mtrain.core.engine.rank_model import build_model
-from mtrain.core.layers.build import unwrap
+from mtrain.core.layers.build import build_chunks, unwrap
 from mtrain.core.layers.init_weights import draw, sharded_tensors
 from mtrain.core.ranks.groups import Groups
 from tests.core.state.gathering import gather_whole
 from tests.parity.batches import VOCAB
 from tests.parity.cases import Case, case
 from tests.parity.compare import without_padding
+from tests.parity.expert_models import BIASED, MIXTRAL
 from tests.parity.families import HYBRID, MAMBA
 from tests.parity.ranks import Arrays, arrays
 from tests.pool import Pool
@@ -33,6 +34,8 @@ CASES = [
     case(pp=2, first_stage_layers=1),
     case(cp=2, dp=2),
     case(tp=2, sp=True, pp=2, vpp=2, dp=2),
+    case(dp=4, shard="weights"),
+    case(tp=2, sp=True, pp=2, dp=2, shard="weights"),
 ]
 
 
@@ -107,6 +110,34 @@ def test_tied_tables_start_as_one(pool: Pool, one: Case) -> None:
     assert {name: value.tobytes() for name, value in found.items()} == {
         name: value.tobytes() for name, value in alone.items()
     }
+
+
+ADAPTED = {"adapter": {"rank": 2, "targets": ["qkv", "experts"]}}
+
+
+def matrices_with_memory(groups: Groups, config: Config) -> set[str]:
+    """Returns the frozen or whole matrices of a rank that have memory before they are divided."""
+    _, chunks = build_chunks(config, groups)
+    named = (each for chunk in chunks for each in chunk.named_parameters() if "_adapter" not in each[0])
+    return {name for name, each in named if name.endswith("weight") and each.dim() > 1 and not each.is_meta}
+
+
+@pytest.mark.parametrize(
+    ("one", "changes"),
+    [
+        (case(4, dp=2, ep=2, shard="weights"), BIASED | {"train__precision": "bf16", "model__mtp_depths": 1}),
+        (case(2, dp=3, shard="weights"), MIXTRAL | ADAPTED | {"train__global_batch_size": 12}),
+    ],
+    ids=["experts", "adapters"],
+)
+def test_stages_that_are_never_whole_start_as_whole_ones(pool: Pool, one: Case, changes: dict[str, Any]) -> None:
+    alone, found = weights_of(pool, case(), **changes), weights_of(pool, one, **changes)
+    assert {name: value.tobytes() for name, value in found.items()} == {
+        name: value.tobytes() for name, value in alone.items()
+    }
+    config = one.config(**changes)
+    for names in pool.run(matrices_with_memory, one.resolved(config), config):
+        assert names == {"embedding.word_embeddings.weight", "output_layer.weight"}
 
 
 def test_deviations_are_as_configured(pool: Pool) -> None:
