@@ -21,6 +21,7 @@ from mtrain.arch.parameters import (
     padded_vocab_size,
     parameters_on_rank,
     table_elements_on_rank,
+    tables_on_stage,
 )
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
@@ -67,26 +68,27 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     rank, activations = _StageRank(config, layout, pp_rank), Activations(config, layout)
     state_numbers = rank.kept_numbers(trained)
     largest = rank.largest_trained()
-    updated = own_shard(config.train, layout, trained)
+    updated = own_shard(config.train, config.model, layout, trained)
     moved = _MOMENTS_BYTES * updated if config.train.offload_optimizer else 0
     learned_bytes, gradients_bytes = trained.total * element_bytes(config.train), trained.total * FP32_BYTES
-    optimizer_bytes = FP32_BYTES * own_shard(config.train, layout, state_numbers) - moved
+    optimizer_bytes = FP32_BYTES * own_shard(config.train, config.model, layout, state_numbers) - moved
+    frozen_bytes, peak_bytes = rank.frozen_bytes(), activations.most_bytes(pp_rank)
+    if layout.shard == "weights":
+        gathered = _Gathered(config.model, layout, pp_rank, element_bytes(config.train), config.adapter is None)
+        freed = activations.largest_layer_bytes() if config.train.recompute == "none" else 0
+        beside = (gathered.beside_layers(freed), gathered.beside_logits)
+        peak_bytes = max(activations.most_bytes(pp_rank, *beside), gathered.after_layers)
+        whole = parameters_on_rank(config.model, layout, pp_rank)
+        frozen_bytes = frozen_bytes * own_shard(config.train, config.model, layout, whole) // whole.total
     if layout.shard == "weights" and config.adapter is None:
-        return MemoryEstimate(
-            weights_bytes=FP32_BYTES * updated,
-            gradients_bytes=FP32_BYTES * updated,
-            # without main weights, which the weights are
-            optimizer_bytes=optimizer_bytes - FP32_BYTES * updated * (element_bytes(config.train) < FP32_BYTES),
-            activations_bytes=_with_gathered(
-                activations.most_bytes(pp_rank), config.model, layout, element_bytes(config.train)
-            ),
-            update_bytes=_update_bytes(updated, largest),
-        )
+        learned_bytes = gradients_bytes = FP32_BYTES * updated
+        # without main weights, which the weights are
+        optimizer_bytes -= FP32_BYTES * updated * (element_bytes(config.train) < FP32_BYTES)
     return MemoryEstimate(
-        weights_bytes=learned_bytes + rank.frozen_bytes(),
+        weights_bytes=learned_bytes + frozen_bytes,
         gradients_bytes=gradients_bytes,
         optimizer_bytes=optimizer_bytes,
-        activations_bytes=activations.most_bytes(pp_rank),
+        activations_bytes=peak_bytes,
         update_bytes=_update_bytes(updated, largest) + _moments_at_once(moved, largest),
         host_bytes=activations.host_bytes(pp_rank) + moved,
         adapter_bytes=0 if config.adapter is None else learned_bytes + gradients_bytes + optimizer_bytes,
@@ -149,25 +151,78 @@ class _StageRank:
         )
 
 
-def _with_gathered(activations_bytes: int, model: ModelSection, layout: Layout, size: int) -> int:
-    """Adds what is gathered, in numbers of `size` bytes, to the peak of activations.
+@dataclass(frozen=True)
+class _Gathered:
+    """What a rank of a pipeline stage with divided weights gathers, in numbers of `size` bytes."""
 
-    That is what the loss multiplies by, which stays gathered, and two units: one that computes, and the next one. The
-    one that computes also has a gradient, while that of the one before is summed in float32.
-    """
-    layers = (layer_parameters(model, layer).on_rank(layout).total for layer in alike(model, range(model.num_layers)))
-    table = padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
-    unit = max(*layers, 0 if model.output.is_tied else table)
-    root = (table if model.output.has_table or model.output.is_tied else 0) + head_elements(model)
-    # the root's own gradient is summed when activations are gone
-    return max(activations_bytes + size * root + (3 * size + FP32_BYTES) * unit, (2 * size + FP32_BYTES) * root)
+    model: ModelSection
+    layout: Layout
+    pp_rank: int
+    size: int
+    learns: bool
+    """Whether what is gathered has gradients; not under adapters."""
+
+    @property
+    def layer(self) -> int:
+        """Elements of the largest layer, with its experts."""
+        layers = alike(self.model, self.layout.layers_of_rank(self.model.num_layers, self.pp_rank))
+        return max(layer_parameters(self.model, layer).on_rank(self.layout).total for layer in layers)
+
+    @property
+    def root(self) -> int:
+        """Elements that stay gathered from the forward to the backward pass: what the loss multiplies by."""
+        tables = tables_on_stage(self.model, self.layout, self.pp_rank)
+        root = self._table if "output" in tables or (self.model.output.is_tied and "embedding" in tables) else 0
+        return root + (head_elements(self.model) if self.pp_rank == self.layout.pp - 1 else 0)
+
+    @property
+    def _table(self) -> int:
+        return padded_vocab_size(self.model, self.layout.tp) // self.layout.tp * self.model.hidden_size
+
+    @property
+    def _embedding(self) -> int:
+        """Elements of an embedding that is gathered by itself."""
+        is_alone = "embedding" in tables_on_stage(self.model, self.layout, self.pp_rank)
+        return self._table if is_alone and not self.model.output.is_tied else 0
+
+    @property
+    def beside_logits(self) -> int:
+        return self.size * self.root
+
+    def beside_layers(self, freed_bytes: int) -> int:
+        """Returns the bytes in the backward pass of layers: one that computes and the next one; the former's gradient
+        and that of the one before, which is summed in float32; what stays gathered, and its gradient.
+
+        Args:
+            freed_bytes: Activations of the layer before, which are freed when its gradient is summed.
+        """
+        summed = max(0, FP32_BYTES * self.layer - freed_bytes)
+        gradients = self.size * self.layer + summed + self._root_gradient
+        return self.size * (self.root + 2 * self.layer) + (gradients if self.learns else 0)
+
+    @property
+    def _root_gradient(self) -> int:
+        """Bytes of the gradient of what the loss multiplies by, which waits for the end of the backward pass."""
+        return self.size * self.root if self.pp_rank == self.layout.pp - 1 else 0
+
+    @property
+    def after_layers(self) -> int:
+        """Bytes when activations are gone: an embedding's gradient and that of what stays gathered are summed."""
+        if not self.learns:
+            return 0
+        alone = (self.size + FP32_BYTES) * self._embedding + self._root_gradient
+        return self.size * self.root + max(alone, (self.size + FP32_BYTES) * self.root)
 
 
-def own_shard(train: TrainSection, layout: Layout, numbers: RankParameters) -> int:
-    """Returns how many of `numbers` a rank's shard of the optimizer holds."""
+def own_shard(train: TrainSection, model: ModelSection, layout: Layout, numbers: RankParameters) -> int:
+    """Returns how many of `numbers` a rank's shard of the optimizer holds; of experts that do not divide, the most."""
     if not train.distributed_optimizer:
         return numbers.total
-    return numbers.dense // (layout.dp * layout.cp) + numbers.experts // layout.edp
+    dense = numbers.dense // (layout.dp * layout.cp)
+    if layout.shard == "weights" and model.experts is not None:  # an expert is a row
+        local = model.experts.num_experts // layout.ep
+        return dense + numbers.experts // local * -(-local // layout.edp)
+    return dense + numbers.experts // layout.edp
 
 
 def _moments_at_once(moved: int, largest: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
 from tests.core.offload.copies import Copies
 from tests.parity.ranks import Built, build
-from tests.plan.allocations import Allocations
+from tests.plan.allocations import Allocations, LiveTensors, alive_bytes
 
 
 class Measured(NamedTuple):
@@ -62,6 +63,43 @@ def _measured(groups: Groups, config: Config) -> Measured:
         update.peak,
         sum(copies.gone),
     )
+
+
+class State(NamedTuple):
+    """What a rank with divided weights holds in its second step, in bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    alive: int
+    """Bytes of all tensors when gradients are known, beyond those before the model was built."""
+    forward_backward_peak: int
+    """Most bytes beyond weights and optimizer while gradients are computed."""
+
+
+def states(groups: Groups, configs: Sequence[Config]) -> list[State]:
+    """Measures second steps, as the first one allocates what stays."""
+    return [_state(groups, config) for config in configs]
+
+
+def _state(groups: Groups, config: Config) -> State:
+    before = alive_bytes()
+    built = build(groups, config)
+    loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
+    for number in range(2):
+        batches = None if loader is None else loader.batches(0)
+        peak = LiveTensors() if number else nullcontext()
+        with peak:
+            totals = built.training.forward_backward(batches)
+        if number == 0:
+            built.training.update(totals, config.optimizer.lr)
+    del batches
+    alive = alive_bytes() - before
+    sharded: Any = built.model.sharded
+    weights = [each.main for each in sharded._learning]
+    moments = [state for _, by_name in built.model.optimizer.state.flat_slice_states() for state in by_name.values()]
+    held = _size([*weights, *moments]) - _size(weights)
+    return State(_size(weights), _size([*sharded.gradient_buffers()]), held, alive, peak.peak)
 
 
 def _gradients(built: Built) -> dict[str, str]:

@@ -90,7 +90,10 @@ def state_bytes(config: Config, layout: Layout) -> int:
         return 0
     layout = replace(layout, stage_layers=uneven_stages(section_of(layout, num_layers), num_layers))
     parameters = trained_parameters(config, layout, 0)
-    moments = 0 if config.train.offload_optimizer else 2 * FP32_BYTES * own_shard(config.train, layout, parameters)
+    updated = own_shard(config.train, config.model, layout, parameters)
+    moments = 0 if config.train.offload_optimizer else 2 * FP32_BYTES * updated
+    if layout.shard == "weights":
+        return 2 * FP32_BYTES * updated + moments
     return parameters.total * (element_bytes(config.train) + FP32_BYTES) + moments
 
 

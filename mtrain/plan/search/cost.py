@@ -133,7 +133,9 @@ def step_cost(work: Workload) -> StepCost:
     time.p2p = exposed * p2p.seconds
     time.bubble = (layout.pp - 1) / layout.vpp * stage.time.total
     time.dp = sums.seconds - hidden
-    time.update = own_shard(config.train, layout, parameters) * UPDATE_BYTES / cluster.gpu.memory_bandwidth
+    time.update = (
+        own_shard(config.train, config.model, layout, parameters) * UPDATE_BYTES / cluster.gpu.memory_bandwidth
+    )
     return StepCost(time, stage.sent * num + p2p * (2 * num * layout.vpp) + sums)
 
 
