@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mtrain.core.batch.images import SampleImages
 from mtrain.core.loss.preference.member import GroupMember
 
 
@@ -76,6 +77,8 @@ class Sample:
     """Index of the source in data.train; None outside a blend."""
     member: GroupMember | None = None
     """Membership in a group that a preference loss compares; None outside a group."""
+    images: SampleImages | None = None
+    """Images among the tokens; None for text alone."""
 
     def as_member(self, member: GroupMember) -> Sample:
         """Returns the sample as a member of a group."""

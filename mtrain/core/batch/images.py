@@ -1,0 +1,27 @@
+"""Images of a sample, and of a microbatch: patches for the vision tower, and the positions that its features take.
+
+The tower turns the patches of an image into features, `merge` x `merge` patches of a frame into one. A feature replaces
+the embedding of one token, the placeholder. Numbers of features count over all images of a sample (in a microbatch over
+all its samples), in the order of `grids`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class SampleImages:
+    """Images of one sample of n tokens, all of which are whole."""
+
+    pixels: NDArray[np.float32]
+    """[patches, patch_size]: flattened patches of all images in order, as an image processor of transformers returns
+    them in `pixel_values`."""
+    grids: NDArray[np.int64]
+    """[images, 3]: frames, rows and columns of each image, in patches (`image_grid_thw`)."""
+    places: NDArray[np.int64]
+    """[n]: number in the sample of the feature that replaces the embedding at each token; -1 for text."""
+    axes: NDArray[np.int64]
+    """[n, 3]: rotary positions (time, height, width) of each token, from 0 in the sample; where data.isolate_documents
+    separates the documents of a sample, from 0 in each document."""
