@@ -255,7 +255,12 @@ CONFINED = (
         r"mtrain/(__main__|cli/.*|launch/(local|torchrun)|watch/watchdog|base/log)\.py|tools/.*",
         'def f():\n    print("saved")',
     ),
-    Confined("transformers", _imports_of("transformers"), r"mtrain/hf/.*", "from transformers import AutoConfig"),
+    Confined(
+        "transformers",
+        _imports_of("transformers"),
+        r"mtrain/(hf/.*|core/layers/vision\.py)",  # whose tower is a part of the model
+        "from transformers import AutoConfig",
+    ),
 )
 
 

@@ -65,8 +65,8 @@ def is_learned_whole(model: ModelSection, adapter: AdapterSection, name: str) ->
 
 
 def is_norm(name: str) -> bool:
-    """Says whether a tensor is a weight or bias of a norm outside MTP depths."""
-    return _NORM.search(name) is not None and not name.startswith("mtp.")
+    """Says whether a tensor is a weight or bias of a norm outside MTP depths and the vision tower."""
+    return _NORM.search(name) is not None and not name.startswith(("mtp.", "vision."))
 
 
 def learns_output(model: ModelSection, adapter: AdapterSection) -> bool:

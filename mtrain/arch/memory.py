@@ -1,6 +1,6 @@
 """Memory of a rank, by component."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from mtrain.arch.activations import BF16_BYTES, FP32_BYTES, Activations, element_bytes
@@ -23,6 +23,7 @@ from mtrain.arch.parameters import (
     table_elements_on_rank,
     tables_on_stage,
 )
+from mtrain.arch.vision import num_frozen_parameters
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
@@ -98,8 +99,14 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
 def trained_parameters(config: Config, layout: Layout, pp_rank: int) -> RankParameters:
     """Counts the parameters with gradients on a rank: the whole model, or adapters and fully trained tensors."""
     if config.adapter is None:
-        return parameters_on_rank(config.model, layout, pp_rank)
+        whole = parameters_on_rank(config.model, layout, pp_rank)
+        return replace(whole, dense=whole.dense - frozen_tower_on_rank(config.model, pp_rank))
     return adapter_parameters_on_rank(config.model, config.adapter, layout, pp_rank)
+
+
+def frozen_tower_on_rank(model: ModelSection, pp_rank: int) -> int:
+    """Counts the parameters of the vision tower that a rank holds and does not train."""
+    return num_frozen_parameters(model.vision, model.hidden_size) if pp_rank == 0 else 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ class _StageRank:
         """Returns the bytes of frozen weights."""
         config, layout, pp_rank = self.config, self.layout, self.pp_rank
         if config.adapter is None:
-            return 0
+            return frozen_tower_on_rank(config.model, pp_rank) * element_bytes(config.train)
         tables = learned_table_elements(config.model, config.adapter, layout, pp_rank)
         learned = tables + (head_elements(config.model) if pp_rank == layout.pp - 1 else 0)
         learned += learned_norm_elements(config.model, config.adapter, layout, pp_rank)

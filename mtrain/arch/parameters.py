@@ -11,6 +11,7 @@ from mtrain.arch.features.feature import Parameters, RankParameters, norm_elemen
 from mtrain.arch.features.feed_forward import router_parameters
 from mtrain.arch.features.mtp import joint_parameters
 from mtrain.arch.layout import Layout
+from mtrain.arch.vision import num_tower_parameters
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
 
@@ -86,7 +87,8 @@ def _with_vocabulary(model: ModelSection, vocab_size: int) -> int:
         case _ as never:
             assert_never(never)
     layers = _of_layers(model, range(model.num_layers)) + _ahead(model)
-    return rows * model.hidden_size + layers.total + norm_elements(model, model.hidden_size)
+    tower = num_tower_parameters(model.vision, model.hidden_size)
+    return rows * model.hidden_size + layers.total + norm_elements(model, model.hidden_size) + tower
 
 
 def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
@@ -96,6 +98,8 @@ def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> Ran
     embeddings with MTP.
     """
     parameters = _of_layers(model, layout.layers_of_rank(model.num_layers, pp_rank))
+    if pp_rank == 0:
+        parameters += Parameters(replicated=num_tower_parameters(model.vision, model.hidden_size))
     if pp_rank == layout.pp - 1:
         parameters += Parameters(replicated=norm_elements(model, model.hidden_size) + head_elements(model))
         parameters += _ahead(model)

@@ -67,6 +67,12 @@ def import_(
             help="MTP depths to train; with 0, exports of Qwen3-Next and Qwen3.5 contain the original ones.",
         ),
     ] = 0,
+    vision: Annotated[
+        bool,
+        typer.Option(
+            "--vision", help="Import the vision tower as part of the model; else exports contain the original one."
+        ),
+    ] = False,
     workers: WorkersOption = 1,
     check_logits: LogitsOption = False,
     threshold: ThresholdOption = 1e-4,
@@ -85,9 +91,11 @@ def import_(
                 raise ConfigError("--check-logits loads checkpoints of mtrain; remove it, or remove --to")
             if mtp_depths:
                 raise ConfigError("--mtp-depths is for checkpoints of mtrain; remove it, or remove --to")
+            if vision:
+                raise ConfigError("--vision is for checkpoints of mtrain; remove it, or remove --to")
             proof = import_for_megatron(hf, out, DTYPE_NAMES.get(dtype), workers)
         else:
-            proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers, mtp_depths)
+            proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers, mtp_depths, vision)
             for note in notes_on_folder(str(hf)):
                 print(f"note: {note}")
         print(f"proven: {proof.num_tensors} tensors convert back to the same {proof.size_bytes} bytes")

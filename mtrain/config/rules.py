@@ -357,6 +357,36 @@ def heads(config: Sections) -> Iterator[str]:
         yield f"{key} judges sequences of records, but data.kind={config.data.kind} has none; set data.kind=sft"
 
 
+def images(config: Sections) -> Iterator[str]:
+    """Checks that nothing is combined with a vision tower that does not run with one yet."""
+    vision, train = config.model.vision, config.train
+    if vision is None:
+        return
+    unable = {
+        "layout.shard=weights": config.layout.shard == "weights",
+        f"train.compile={train.compile}": train.compile in COMPILED,
+        f"train.fp8={train.fp8}": train.fp8 is not None,
+        f"train.offload_layers={train.offload_layers}": train.offload_layers is not None,
+        "train.overlap_param_gather=true": train.overlap_param_gather,
+        "loss.teacher": config.loss.teacher is not None,
+        f"loss.function={config.loss.function}": compared(config.loss, config.data) is not None,
+        "eval.prompts": config.eval.is_on,
+        "model.backend=te": config.model.backend == "te",
+    }
+    for name in (name for name, holds in unable.items() if holds):
+        yield f"{name} cannot be combined with model.vision; remove one of them"
+    if config.adapter is not None and not vision.is_frozen:
+        yield (
+            "adapter trains the language model only, but model.vision.freeze_tower=false or freeze_projector=false "
+            "trains the tower; set both to true, or remove adapter"
+        )
+    if config.optimizer.kind == "muon" and not vision.is_frozen:
+        yield (
+            "optimizer.kind=muon updates matrices of the language model, but model.vision.freeze_tower=false or "
+            "freeze_projector=false trains the tower; set both to true, or use optimizer.kind=adamw"
+        )
+
+
 def replayed_choices(model: ModelSection, data: AnyData) -> Iterator[str]:
     """Checks that the routed experts in records match the model's layers, and that routers can use them."""
     sizes = dict(map(key_and_sizes, data.extras)).get(ROUTED_EXPERTS)

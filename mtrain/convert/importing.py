@@ -38,14 +38,17 @@ _SLICE_BYTES = 1 << 26
 """Size above which slices are split into rows, so that partial reads and casts need little memory."""
 
 
-def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int, depths: int = 0) -> Proof:
+def import_hf(
+    path: Path, out: Path, dtype: torch.dtype | None, num_workers: int, depths: int = 0, with_vision: bool = False
+) -> Proof:
     """Converts a folder and proves the result.
 
     Args:
         dtype: Dtype of the checkpoint; None keeps each tensor's own.
         depths: Number of MTP depths to import, for families that have them.
+        with_vision: Whether to import the vision tower as part of the model, for families whose tower can be trained.
     """
-    source = open_source(path, depths=depths)
+    source = open_source(path, depths=depths, with_vision=with_vision)
     if depths > source.model.mtp_depths:
         raise DataError(
             f"{path} has {source.model.mtp_depths} MTP depths, but --mtp-depths={depths}; name a folder with them, or "
@@ -165,6 +168,7 @@ def _conversion(source: HfSource, dtype: torch.dtype | None) -> dict[str, Any]:
         "files": {name: [facts.st_size, facts.st_mtime_ns] for name, facts in files.items()},
         "dtype": str(dtype),
         "depths": source.model.mtp_depths,
+        **({"vision": True} if source.model.vision is not None else {}),
     }
 
 

@@ -163,7 +163,7 @@ def exported_family(model: ModelSection, origin: Path | None) -> Family:
     family = fitting_family(model) if template is None else family_of(template)
     # refuses the model before any work
     family.config(model, None if template is None else plain_config(template))
-    return family.for_depths(model.mtp_depths)
+    return family.for_depths(model.mtp_depths).for_vision(model.vision is not None)
 
 
 def _check_keys(target: ExportTarget) -> None:

@@ -32,8 +32,9 @@ def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
     """Compares a checkpoint with a Hugging Face folder, tensor by tensor; a float32 folder with main weights."""
     source = open_source(hf)
     target = open_target(checkpoint, hf, source.dtype)
-    if target.model.mtp_depths and not source.model.mtp_depths:
-        source = open_source(hf, depths=target.model.mtp_depths)
+    has_vision = target.model.vision is not None
+    if has_vision or (target.model.mtp_depths and not source.model.mtp_depths):
+        source = open_source(hf, depths=target.model.mtp_depths, with_vision=has_vision)
     if differing := disagreements(source.model, target.model):
         shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
         raise DataError(f"{hf} has another model than {checkpoint} ({shown}); name another folder")

@@ -124,7 +124,7 @@ class Reference(NamedTuple):
             raise
         weights = model_fingerprint(scoring.chunks, scoring.groups, config.model.vocab_size, has_adapters)
         # without keys that earlier versions lacked: a model with a head has no reference, and weights show added rows
-        described = config.model.model_dump_json(exclude={"hf", "backend", "num_labels", *ADDED_TOKENS})
+        described = config.model.model_dump_json(exclude={"hf", "backend", "num_labels", "vision", *ADDED_TOKENS})
         facts = None if config.adapter is None else _facts(config.adapter)
         decisive = json.dumps([weights, described, config.train.precision, facts])
         identity = hashlib.sha256(decisive.encode()).hexdigest()[:16]

@@ -94,6 +94,11 @@ def refuse_without_reference(config: Config, drawn_extras: Collection[str] = ())
             f"verify has no reference for the head of {head}; verify the same configuration without it and with "
             "loss.function=next_token, and see docs/training/heads.md for its tests"
         )
+    if config.model.vision is not None:
+        raise ConfigError(
+            "verify has no reference for model.vision, whose features come from images; verify the same configuration "
+            "without it, and see docs/training/images.md for the tests of training with images"
+        )
     if config.sequences_per_sample > 1:
         raise ConfigError(
             f"verify has no reference for loss.function={config.loss.function}, which compares whole sequences; "

@@ -27,6 +27,7 @@ from mtrain.arch.features.norms import (
     FeedForwardResidual,
     OutputNorms,
 )
+from mtrain.arch.features.vision import Vision
 from mtrain.config.schema.model import ModelSection
 
 LAYER_PARTS: tuple[LayerPart, ...] = (
@@ -90,6 +91,7 @@ FEATURES: tuple[Feature, ...] = (
     UnrotatedLayers(),
     OneSublayer(),
     MultiTokenPrediction(),
+    Vision(),
 )
 
 __all__ = [

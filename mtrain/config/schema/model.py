@@ -18,6 +18,7 @@ from mtrain.config.schema.mamba import MambaSection
 from mtrain.config.schema.output import AnyOutput, HeadOutput, TokenOutput
 from mtrain.config.schema.rope import RopeSection
 from mtrain.config.schema.section import Section
+from mtrain.config.schema.vision import VisionSection
 
 RECURRENT: Mapping[str, type[DeltaNetSection] | type[MambaSection]] = {
     "delta_net": DeltaNetSection,
@@ -117,6 +118,9 @@ class ModelSection(Section):
     """Mamba-2 in the layers M of layer_pattern; null: none."""
     experts: ExpertsSection | None = None
     """Mixture of experts in all or some layers; null: all layers are dense."""
+    vision: VisionSection | None = None
+    """Vision tower, for training with images; null: the model reads text. With model.hf, {} takes the folder's
+    tower."""
     num_labels: Annotated[int | None, bounds.VOCABULARY] = Field(None, gt=0)
     """Number of outputs of a head that replaces the vocabulary logits and reads the hidden state of a sequence's last
     token: 1 for a reward model, the number of classes for a classification (docs/training/heads.md). The head starts
@@ -283,7 +287,28 @@ class ModelSection(Section):
         for key, value in need_a_window.items():
             if value is not None and self.sliding_window is None:
                 yield f"{key}={value} has no effect without a window; set sliding_window or remove it"
+        if self.vision is not None:
+            yield from self._broken_rules_with_images(self.vision)
         yield from megatron_fields.broken_rules(self.megatron)
+
+    def _broken_rules_with_images(self, vision: VisionSection) -> Iterator[str]:
+        if sum(vision.rope_sections) != self.rotary_size // 2:
+            yield (
+                f"vision.rope_sections={list(vision.rope_sections)} add up to {sum(vision.rope_sections)} pairs, but "
+                f"{self.rotary_size // 2} pairs of a head are rotated; change them"
+            )
+        if vision.image_token >= self.vocab_size:
+            yield f"vision.image_token={vision.image_token} must be below vocab_size={self.vocab_size}; change it"
+        unable = {
+            "mla": self.mla is not None,
+            "sliding_window": self.sliding_window is not None,
+            "layer_pattern": self.layer_pattern is not None,
+            "num_labels": self.num_labels is not None,
+            "mtp_depths": self.mtp_depths > 0,
+            "rope.attention_temperature": self.rope.attention_temperature > 0,
+        }
+        for name in (name for name, holds in unable.items() if holds):
+            yield f"{name} cannot be combined with model.vision; remove one of them"
 
     def _broken_rules_of_heads(self) -> Iterator[str]:
         if self.head_dim is None and self.mla is None and self.hidden_size % self.num_attention_heads:

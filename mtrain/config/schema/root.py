@@ -90,6 +90,7 @@ class Config(Sections):
             yield from adapters.broken_rules(self, self.adapter)
         yield from rules.preferences(self)
         yield from rules.heads(self)
+        yield from rules.images(self)
         yield from rules.sequence(layout, train, data)
         yield from rules.packing(train, data)
         yield from sharding.broken_rules(self)

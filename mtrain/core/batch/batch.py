@@ -11,11 +11,16 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from mtrain.core.batch.images import MicrobatchImages
 from mtrain.core.loss.preference.member import GroupMember
 
 FieldPath = tuple[str, ...]
-"""Path of a tensor in a batch: a field, then its loss term, extra or choice, or for MTP the depth and its field."""
+"""Path of a tensor in a batch: a field, then its loss term, extra, choice or part of the images, or for MTP the depth
+and its field."""
 DOCUMENT_STARTS: FieldPath = ("document_starts",)
+IMAGE_ROWS: tuple[FieldPath, ...] = (("images", "places"), ("images", "axes"))
+IMAGE_PARTS: tuple[FieldPath, ...] = (("images", "pixels"), ("images", "grids"))
+_WHOLE_ON_HOST = (DOCUMENT_STARTS, *IMAGE_PARTS)
 _PLAIN_FIELDS = (
     "tokens",
     "labels",
@@ -91,6 +96,8 @@ class Microbatch:
     choices: dict[str, Tensor] = field(default_factory=dict)
     """Name -> [batch, seq, layers, k] int32: choices that layers replay (choices.py); -1 where the layer chooses
     itself, as at padding."""
+    images: MicrobatchImages | None = None
+    """Images among the tokens; None if the rows hold text alone."""
     num_sequences: int = 0
     """Number of sequences in `sequence_ids`, or the number of rows if that is None."""
     num_padding_tokens: int = 0
@@ -115,6 +122,8 @@ class Microbatch:
         fields |= {("choices", name): choice for name, choice in self.choices.items()}
         for depth, targets in enumerate(self.mtp):
             fields |= {("mtp", str(depth), name): getattr(targets, name) for name in _DEPTH_FIELDS}
+        if self.images is not None:
+            fields |= {path: getattr(self.images, path[1]) for path in (*IMAGE_ROWS, *IMAGE_PARTS)}
         return {path: tensor for path, tensor in fields.items() if tensor is not None}
 
     @classmethod
@@ -124,6 +133,7 @@ class Microbatch:
         ids = tensors.get(("sequence_ids",))
         if num_sequences is None:
             num_sequences = len(tensors["tokens",]) if ids is None else int(ids.max()) + 1
+        images = {path[1]: tensor for path, tensor in tensors.items() if path[0] == "images"}
         depths = [[("mtp", str(depth), name) for name in _DEPTH_FIELDS] for depth in range(num_depths)]
         return cls(
             # even a path of one element is a tuple, hence the comma
@@ -141,13 +151,15 @@ class Microbatch:
             mtp=tuple(MtpTargets(tensors[tokens], tensors[labels], tensors.get(pad)) for tokens, labels, pad in depths),
             extras={path[1]: extra for path, extra in tensors.items() if path[0] == "extras"},
             choices={path[1]: choice for path, choice in tensors.items() if path[0] == "choices"},
+            images=MicrobatchImages(**images) if images else None,
             num_sequences=num_sequences,
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
-        """Applies `change` to every tensor except `document_starts`, which stays whole and on the CPU."""
+        """Applies `change` to every tensor except `document_starts`, pixels and grids, which stay whole and on the
+        CPU."""
         changed = {
-            path: tensor if path == DOCUMENT_STARTS else change(tensor) for path, tensor in self.tensors().items()
+            path: tensor if path in _WHOLE_ON_HOST else change(tensor) for path, tensor in self.tensors().items()
         }
         return self._with(changed)
 

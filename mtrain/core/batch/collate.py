@@ -21,10 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.schema.loss import MAIN_TERM, LossSection, TermSection, depth_term
 from mtrain.core.batch.batch import DOCUMENT_STARTS, FieldPath, Microbatch, MtpTargets
 from mtrain.core.batch.choices import choice_shapes
+from mtrain.core.batch.images import MicrobatchImages
 from mtrain.core.batch.sample import Sample
 from mtrain.core.loss.aggregation import TokenTerms, aggregate
 
@@ -57,6 +59,8 @@ class RowForm:
     """Names of the values that loss functions read in addition to the weights; every sample has them."""
     choices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """[layers, k] of the choices that layers take from the batch, by name."""
+    patches_per_feature: int | None = None
+    """Number of patches that a vision tower makes one feature; None for a model without one."""
 
     @classmethod
     def of(cls, config: Config, extras: Sequence[str] = ()) -> RowForm:
@@ -73,11 +77,12 @@ class RowForm:
             window=config.model.sliding_window,
             extras=tuple(name for name in extras if name not in shapes),
             choices={name: shape for name, shape in shapes.items() if name in extras},
+            patches_per_feature=None if config.model.vision is None else config.model.vision.patches_per_feature,
         )
 
     def dtypes(self, terms: Sequence[str]) -> dict[FieldPath, torch.dtype]:
-        """Returns the dtype of every tensor of a batch by path; choices are [batch, seq, layers, k], all others [batch,
-        seq]."""
+        """Returns the dtype of every tensor of a batch by path, without images; choices are [batch, seq, layers, k],
+        all others [batch, seq]."""
         dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
         if self.isolates_documents:
             dtypes[DOCUMENT_STARTS] = torch.int32
@@ -142,11 +147,12 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
     # a token sees the tokens of its document up to itself
     num_visible = (np.arange(form.width) - starts + 1)[is_text.numpy()].astype(np.int64)
     main = itertools.chain.from_iterable(by_term[MAIN_TERM])
+    # positions start anew in each document, as if it were alone in the row
+    positions = torch.from_numpy(np.arange(form.width) - starts)
     return Microbatch(
         tokens=_as_rows(placed, _TOKENS, form.width, np.int64),
         labels=_as_rows(placed, _LABELS, form.width, np.int64),
-        # positions start anew in each document, as if it were alone in the row
-        positions=torch.from_numpy(np.arange(form.width) - starts),
+        positions=positions,
         weights={name: _as_rows(term_rows, _WEIGHTS, form.width, np.float32) for name, term_rows in by_term.items()},
         denominator_weights={
             name: _as_rows(term_rows, _SHARES, form.width, np.float64) for name, term_rows in by_term.items()
@@ -162,6 +168,7 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
             name: _as_rows(placed, partial(_choice, name, shape), form.width, np.int32, shape, filler=-1)
             for name, shape in form.choices.items()
         },
+        images=_images(placed, form, positions),
         num_sequences=num_sequences,
         num_padding_tokens=is_text.numel() - int(is_text.sum()),
         # by weights, not by the mask, since a sample of weight 0 has no loss tokens
@@ -188,6 +195,30 @@ def _choice(name: str, shape: tuple[int, int], piece: _PlacedSample) -> NDArray[
 
 def _source(piece: _PlacedSample) -> NDArray[np.int64]:
     return np.full(piece.sample.width, -1 if piece.sample.source is None else piece.sample.source)
+
+
+def _images(rows: Sequence[Sequence[_PlacedSample]], form: RowForm, positions: Tensor) -> MicrobatchImages | None:
+    """Joins the images of all samples; None if no sample has any."""
+    found = [images for row in rows for piece in row if (images := piece.sample.images) is not None]
+    if not found:
+        return None
+    if form.patches_per_feature is None:
+        raise DataError("a sample has images, but the model reads text; set model.vision, or leave the images out")
+    # tokens of text have one position on all axes
+    places, axes = torch.full_like(positions, -1), positions.unsqueeze(-1).repeat(1, 1, 3)
+    num_features = 0
+    for row, pieces in enumerate(rows):
+        begin = 0
+        for piece in pieces:
+            images, place = piece.sample.images, slice(begin, begin + piece.sample.width)
+            begin = place.stop
+            if images is not None:
+                own = torch.from_numpy(images.places)
+                places[row, place] = torch.where(own < 0, own, own + num_features)
+                axes[row, place] = torch.from_numpy(images.axes)
+                num_features += len(images.pixels) // form.patches_per_feature
+    pixels, grids = (np.concatenate([getattr(images, name) for images in found]) for name in ("pixels", "grids"))
+    return MicrobatchImages(torch.from_numpy(pixels), torch.from_numpy(grids), places, axes)
 
 
 def _num_weighed(terms: Iterable[Sequence[Sequence[TokenTerms]]]) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -25,3 +26,17 @@ class SampleImages:
     axes: NDArray[np.int64]
     """[n, 3]: rotary positions (time, height, width) of each token, from 0 in the sample; where data.isolate_documents
     separates the documents of a sample, from 0 in each document."""
+
+
+@dataclass(frozen=True)
+class MicrobatchImages:
+    """Images of one microbatch, at least one."""
+
+    pixels: Tensor
+    """[patches, patch_size] float32, on the CPU and never sliced: each rank copies the images that it encodes."""
+    grids: Tensor
+    """[images, 3] int64, on the CPU and never sliced."""
+    places: Tensor
+    """[batch, seq] int64: number in the microbatch of the feature that replaces the embedding; -1 for text."""
+    axes: Tensor
+    """[batch, seq, 3] int64: rotary positions (time, height, width) in the document."""

@@ -25,6 +25,7 @@ from mtrain.core.layers.attention.full_width_norm import FullWidthNormAttention
 from mtrain.core.layers.attention.rotary import (
     Rotary,
     TemperedRotary,
+    ThreeAxesRotary,
     TwoBaseRotary,
     inverse_frequencies,
     local_frequencies,
@@ -37,6 +38,7 @@ from mtrain.core.layers.moe.router import router_marks
 from mtrain.core.layers.mtp import Depths
 from mtrain.core.layers.output_layer import DeferredLogits, Logits, OutputLayer, ScoreHead
 from mtrain.core.layers.own_parameters import ShardedOffsets
+from mtrain.core.layers.vision import VisionTower
 from mtrain.core.ranks.groups import Groups
 
 
@@ -78,6 +80,8 @@ class LanguageModel(LanguageModule):
         rows = padded_vocab_size(model, layout.tp)
         if self.pre_process or self.mtp_process:
             self.embedding = LanguageModelEmbedding(config, rows, 0, "rope", tp_group=groups.collection.tp)
+        if self.pre_process and model.vision is not None:
+            self.vision = VisionTower(model.vision, model.hidden_size, config, groups)
         self._scales_embeddings = model.scale_embeddings
         # the dtype of activations, since parameters of a frozen base may be narrower
         self.rotary = _rotary(model, torch.promote_types(config.pipeline_dtype, torch.float32))
@@ -130,13 +134,12 @@ class LanguageModel(LanguageModule):
             hidden states on other stages.
         """
         documents, sequence_ids = batch.document_starts, _sequences_of_text(batch)
-        # without documents all rows have the same positions
-        angles = self.rotary(batch.positions[:1] if documents is None else batch.positions)
+        angles = self._angles(batch)
         # megatron-core passes both "masks" unread to every layer, even in recomputation: our attention reads document
         # starts from `attention_mask`, routers read `router_marks` from `padding_mask`. Arguments by name, so that a
         # hook can tell the input from tensors that stay alive anyway (offload/activations.py).
         hidden_states = self.decoder(
-            hidden_states=self._embed(batch.tokens) if self.pre_process else None,
+            hidden_states=self._embed_all(batch) if self.pre_process else None,
             attention_mask=documents,
             rotary_pos_emb=angles,
             padding_mask=self._own_part(router_marks(sequence_ids, batch.choices if self.replays else {})),
@@ -155,6 +158,22 @@ class LanguageModel(LanguageModule):
             hidden_states = depth(tokens, hidden_states, documents, angles, self._own_part(marks))
             further.append(self._logits(hidden_states))
         return Logits(main, tuple(further))
+
+    def _angles(self, batch: Microbatch) -> Tensor:
+        angles: Tensor
+        if batch.images is not None:
+            angles = self.rotary(batch.images.axes)
+        else:
+            # without documents all rows have the same positions
+            angles = self.rotary(batch.positions[:1] if batch.document_starts is None else batch.positions)
+        return angles
+
+    def _embed_all(self, batch: Microbatch) -> Tensor:
+        """Returns embeddings of tokens and features of images, [seq_local, batch, hidden], like `_embed`."""
+        embedded, images = self._embed(batch.tokens), batch.images
+        if hasattr(self, "vision"):
+            embedded = self.vision(embedded, images, self._own_part(None if images is None else images.places))
+        return embedded
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Returns embeddings, [seq_local, batch, hidden]; this rank's part under sequence parallelism."""
@@ -213,6 +232,8 @@ def _rotary(model: ModelSection, dtype: torch.dtype) -> Rotary:
     frequencies = inverse_frequencies(model.rope, model.with_global_heads().rotary_size, dtype)[0]
     if model.rope.attention_temperature:
         return TemperedRotary(frequencies, model.rope)
+    if model.vision is not None:
+        return ThreeAxesRotary(frequencies, model.vision.rope_sections)
     if model.rope.local_base is None:
         return Rotary(frequencies)
     return TwoBaseRotary(frequencies, local_frequencies(model.rope, model.rotary_size, dtype))

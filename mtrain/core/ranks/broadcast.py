@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.core.batch.batch import DOCUMENT_STARTS, FieldPath, Microbatch
+from mtrain.core.batch.batch import DOCUMENT_STARTS, IMAGE_PARTS, IMAGE_ROWS, FieldPath, Microbatch
 from mtrain.core.batch.collate import RowForm
 from mtrain.core.batch.zigzag import slice_for_context_parallel
 from mtrain.core.ranks.groups import Groups, to_device
@@ -28,7 +28,8 @@ def broadcast_batches(
     """Sends the full rows of tensor-parallel rank 0 to the devices of all ranks of its tensor-parallel group.
 
     Takes two broadcasts over TP for all microbatches together, and one for each choice. Between hosts, it takes one
-    broadcast if rows have document starts, and one of two numbers at the beginning if rows are packed.
+    broadcast if rows have document starts, and one of two numbers at the beginning if rows are packed. With images, it
+    also takes one of their sizes, and for each microbatch with images two between hosts and two between devices.
 
     Args:
         batches: Full rows on the host; None on ranks other than tensor-parallel rank 0.
@@ -61,10 +62,14 @@ def broadcast_batches(
     for path, dtype in choices.items():
         choice_shape = (count, 1, *shape, *form.choices[path[1]])
         unpacked[path] = _broadcast(batches, [path], dtype, choice_shape, groups)[:, 0].unbind()
+    images: Sequence[dict[FieldPath, Tensor]] = [{}] * count
+    if form.patches_per_feature is not None:
+        images = _images(batches, count, shape, groups)
     return [
         Microbatch.of(
             {path: rows.to(fields[path]) for path, rows in zip(paths, [*ints, *floats])}
-            | {path: rows[number] for path, rows in unpacked.items()},
+            | {path: rows[number] for path, rows in unpacked.items()}
+            | images[number],
             num_sequences,
         )
         for number, (ints, floats) in enumerate(zip(*packed))
@@ -88,6 +93,31 @@ def _document_starts(batches: Sequence[Microbatch] | None, shape: tuple[int, ...
     """Returns the document starts of each microbatch on the CPU. One broadcast between hosts."""
     starts = None if batches is None else torch.stack([batch.tensors()[DOCUMENT_STARTS] for batch in batches])
     return broadcast_on_hosts(starts, shape, torch.int32, groups).unbind()
+
+
+def _images(
+    batches: Sequence[Microbatch] | None, count: int, shape: tuple[int, int], groups: Groups
+) -> list[dict[FieldPath, Tensor]]:
+    """Returns the tensors of each microbatch's images, none for a microbatch of text."""
+    own = None if batches is None else [batch.images for batch in batches]
+    # patches, numbers in a patch, images
+    sizes = None
+    if own is not None:
+        sizes = torch.tensor([[0] * 3 if each is None else [*each.pixels.shape, len(each.grids)] for each in own])
+    found: list[dict[FieldPath, Tensor]] = []
+    for number, (patches, width, images) in enumerate(
+        broadcast_on_hosts(sizes, (count, 3), torch.int64, groups).tolist()
+    ):
+        batch = None if batches is None else batches[number : number + 1]
+        parts = dict[FieldPath, Tensor]()
+        for path, wide in zip(IMAGE_ROWS, [(), (3,)]) if images else ():
+            parts[path] = _broadcast(batch, [path], torch.int64, (1, 1, *shape, *wide), groups)[0, 0]
+        for path, size in zip(IMAGE_PARTS, [(patches, width), (images, 3)]) if images else ():
+            # pixels stay on the hosts: a rank copies to its device only what it encodes
+            values = None if batch is None else batch[0].tensors()[path]
+            parts[path] = broadcast_on_hosts(values, size, torch.int64 if path[1] == "grids" else torch.float32, groups)
+        found.append(parts)
+    return found
 
 
 def _shared_counts(batches: Sequence[Microbatch] | None, groups: Groups) -> tuple[int, int]:

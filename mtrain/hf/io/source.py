@@ -84,19 +84,20 @@ class HfSource(NamedTuple):
         return self.weights.facts(filled.tensors[0].name)[0]
 
 
-def open_source(path: Path, needs_output: bool = True, depths: int = 0) -> HfSource:
+def open_source(path: Path, needs_output: bool = True, depths: int = 0, with_vision: bool = False) -> HfSource:
     """Opens a folder and checks all of it; reads no tensor.
 
     Args:
         path: Folder with config.json and safetensors.
         needs_output: Whether an untied output layer must exist; base models are saved without one.
         depths: Requested MTP depths, which some families read only on request.
+        with_vision: Whether the vision tower belongs to the model.
     """
     folder = HfFolder(path)
     weights = plain_weights(folder)
-    family, model = read_model(path, folder.config, weights.names(), depths)
+    family, model = read_model(path, folder.config, weights.names(), depths, with_vision)
     family = family.as_stored(weights.names())
-    if family.carried and weights is not folder:
+    if (family.carried or with_vision) and weights is not folder:
         raise DataError(
             f"{path} is a quantised {family.model_type} model, but models with images are supported only with plain "
             "weights; use it in bfloat16"
@@ -150,7 +151,7 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
 def source_for(path: Path, model: ModelSection) -> HfSource:
     """Opens the folder that a run starts from, and compares it with the run's model; reads no tensor."""
     # a head replaces the output layer
-    source = open_source(path, needs_output=not model.output.is_new, depths=model.mtp_depths)
+    source = open_source(path, not model.output.is_new, model.mtp_depths, model.vision is not None)
     # compares descriptions, because shapes do not reveal another rope base or norm epsilon
     added = added_by(model)
     described = with_tokens(source.model, path, added)

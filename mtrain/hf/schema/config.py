@@ -406,6 +406,8 @@ _NOT_ARCHITECTURE = {
 """Fields of `model.*` that config.json cannot express, or that do not affect the meaning of the weights."""
 _TRAINING = ("dispatcher", "implementation", "bias_update_rate")
 """Fields of `model.experts` that only affect training."""
+_FROZEN = {"freeze_tower", "freeze_projector"}
+"""Fields of `model.vision` that only affect training."""
 _UNROTATED = "no_rope_freq"
 """Field of `model.megatron` that a family can express."""
 _GROUPS = ("num_groups", "group_top_k", "group_score_top_k")
@@ -432,6 +434,9 @@ def differences(one: ModelSection, other: ModelSection) -> list[Difference]:
             differing += [(f"rope.{field}", getattr(one.rope, field), getattr(other.rope, field)) for field in names]
         elif name in ("experts", "mla") and mine is not None and theirs is not None:
             mine, theirs = _comparable(one, name), _comparable(other, name)
+            differing += [(f"{name}.{key}", mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]]
+        elif name == "vision" and mine is not None and theirs is not None:
+            mine, theirs = (vision.model_dump(exclude=_FROZEN) for vision in (mine, theirs))
             differing += [(f"{name}.{key}", mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]]
         elif name == "megatron" and one.megatron:
             # the other side's own fields are left to `inexpressible`, or come from the user

@@ -28,15 +28,16 @@ from mtrain.hf.schema.values import shown_name
 from mtrain.hf.tokenizer.tokenizer import NO_TOKENS, AddedTokens, load_tokenizer
 
 ADDED_TOKENS = ("add_tokens", "add_special_tokens")
-_DEPTHS = "mtp_depths"
+_DEPTHS, _VISION = "mtp_depths", "vision"
 _SHOWN_FIELDS = 8
 
 
-def described_model(folder: Path, depths: int = 0) -> ModelSection:
+def described_model(folder: Path, depths: int = 0, with_vision: bool = False) -> ModelSection:
     """Reads the architecture of a folder's weights, or of its config.json alone if it has no weights.
 
     Args:
         depths: Requested MTP depths, which some families read only on request.
+        with_vision: Whether the vision tower belongs to the model.
     """
     config = read_json(inside(folder, CONFIG_NAME))
     # reads the index only if it matters: the weights may lack MTP depths, or have a head despite tied tables
@@ -47,16 +48,21 @@ def described_model(folder: Path, depths: int = 0) -> ModelSection:
         if has_weights(folder):
             names = weight_map(folder, config)
             names = read_header(inside(folder, SINGLE_NAME)).tensors if names is None else names
-    return read_model(folder, config, names, depths)[1]
+    return read_model(folder, config, names, depths, with_vision)[1]
 
 
 def read_model(
-    folder: Path, config: dict[str, Any], names: Collection[str] | None, depths: int = 0
+    folder: Path,
+    config: dict[str, Any],
+    names: Collection[str] | None,
+    depths: int = 0,
+    with_vision: bool = False,
 ) -> tuple[Family, ModelSection]:
     """Returns the family and the model of a folder's config.json; `names` of its tensors are None if unknown."""
     try:
         family = family_of(config)
-        return family.with_depths(family.model(family.as_held(config, names)), depths, names)
+        family, model = family.with_depths(family.model(family.as_held(config, names)), depths, names)
+        return family.with_vision(model, config) if with_vision else (family, model)
     except DataError as fault:
         # adds the folder, which entries do not know, to the first mention; later ones may be quotes of the file
         raise DataError(str(fault).replace(CONFIG_NAME, str(folder / CONFIG_NAME), 1)) from None
@@ -95,7 +101,8 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
         )
     # before validation, which needs sizes from the folder
     depths = section.get(_DEPTHS)
-    described = described_model(Path(folder), depths if isinstance(depths, int) else 0)
+    with_vision = section.get(_VISION) is not None
+    described = described_model(Path(folder), depths if isinstance(depths, int) else 0, with_vision)
     described = with_tokens(described, Path(folder), _tokens_in(section))
     # the user's values take precedence, so that the check below reports contradictions by key
     filled = merged(described.model_dump(), section)

@@ -13,6 +13,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import DEPTHS, Entry, config_of, model_of, validated
 from mtrain.hf.schema.table import Rule, Table, TensorPattern, build_table
 from mtrain.hf.schema.tower import TEXT, TIED, Tower
+from mtrain.hf.schema.vision import vision_of, with_tower
 
 BASE = "model."
 _IN_BASE = ("layers.", "embed_tokens.")
@@ -46,12 +47,33 @@ class Family:
     """Prefix of an MTP layer's names, if it is read only on request (`mtp_depths`) and otherwise copied; empty if
     config.json decides."""
     is_ahead_read: bool = False
+    is_vision_read: bool = False
+    """Whether the vision tower's tensors belong to the model (`model.vision`) instead of being copied."""
 
     @property
     def carried(self) -> tuple[str, ...]:
         """Patterns of all tensors that conversions copy without reading them."""
         ahead = (f"{re.escape(self.ahead)}.+",) if self.ahead and not self.is_ahead_read else ()
-        return (*(() if self.tower is None else self.tower.images), *self.carried_names, *ahead)
+        images = () if self.tower is None or self.is_vision_read else self.tower.images
+        return (*images, *self.carried_names, *ahead)
+
+    def with_vision(self, model: ModelSection, config: Mapping[str, Any]) -> tuple[Family, ModelSection]:
+        """Returns family and model with the vision tower of a config.json.
+
+        Raises:
+            DataError: This family's tower cannot be trained.
+        """
+        family = self.for_vision(True)
+        vision = vision_of(config, self.text(dict(config)))
+        return family, validated(model.model_dump(exclude_defaults=True) | {"vision": vision})
+
+    def for_vision(self, is_read: bool) -> Family:
+        """Returns the family for a model with a vision tower, or without one."""
+        if not is_read:
+            return self
+        if self.tower is None or self.tower.trained is None:
+            raise DataError(f"model.vision is not supported in a {self.model_type} model; remove it")
+        return replace(self, is_vision_read=True)
 
     def for_depths(self, depths: int) -> Family:
         """Returns the family for a model with this number of MTP depths."""
@@ -156,7 +178,9 @@ class Family:
         text = self.tower.text(start)
         if template is not None and not model.tied_embeddings and self.tower.may_hold_head(start):
             text[TIED] = False
-        result = self.tower.with_text(start, text, config_of(model, self.entries, text, template is not None))
+        # the tower is that of the template
+        described = model.model_copy(update={"vision": None})
+        result = self.tower.with_text(start, text, config_of(described, self.entries, text, template is not None))
         return self.tower.with_inner_tying(result, model.tied_embeddings)
 
     def for_all_versions(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +196,10 @@ class Family:
         # layers of different kinds have different keys, so megatron-core numbers them instead of stacking them
         is_stacked = len(set(kinds(model))) == 1
         table = build_table(self.rules, model, axis_sizes(model), is_stacked)
-        return replace(table, copies=_copies(model, self.base, self.outside))
+        table = replace(table, copies=_copies(model, self.base, self.outside))
+        return (
+            table if self.tower is None or self.tower.trained is None else with_tower(table, model, self.tower.trained)
+        )
 
 
 def in_tower(family: Family, model_type: str, architecture: str, tower: Tower) -> Family:

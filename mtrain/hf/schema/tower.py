@@ -9,7 +9,7 @@ from mtrain.base.errors import DataError
 from mtrain.hf.schema.values import needed_value, shown, wrong_type
 
 TEXT, TIED = "text_config", "tie_word_embeddings"
-_VISION = "vision_config"
+VISION = "vision_config"
 CARRIED = (r"(model\.)?(vision_tower|multi_modal_projector)\..+",)
 """Usual patterns of image tensors."""
 BASE = "model.language_model."
@@ -49,11 +49,13 @@ class Tower:
     """Other text models in the same multimodal model, which other families read."""
     aliases: tuple[str, ...] = ()
     """Other names of the text model's family, which an export keeps."""
+    trained: str | None = None
+    """Prefix of the vision tower's tensors, if it can be trained (`model.vision`); None: it is only copied."""
 
     @property
     def names(self) -> frozenset[str]:
         """The outer fields that have a known meaning."""
-        return frozenset((TEXT, _VISION, TIED, *self.unread.split()))
+        return frozenset((TEXT, VISION, TIED, *self.unread.split()))
 
     def nested(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the text model's part of a config.json."""

@@ -126,12 +126,38 @@ class Rotary(nn.Module):
     def forward(self, positions: Tensor) -> Tensor:
         """Returns angles, [seq_local, batch or 1, 1, head_dim], for the positions of this context-parallel rank's
         tokens, [batch or 1, seq_local] int64."""
+        return self._angles(positions.t().unsqueeze(-1))
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """Takes the position of each pair, [seq_local, batch or 1, head_dim / 2 or 1]."""
         # moved once, in the first forward pass
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         # [seq_local, batch or 1, head_dim / 2]
-        angles = positions.t().unsqueeze(-1).to(self.inverse_frequencies.dtype) * self.inverse_frequencies
+        angles = positions.to(self.inverse_frequencies.dtype) * self.inverse_frequencies
         # twice, since megatron-core rotates dimension i with i + head_dim / 2 (rope_utils.py)
         return torch.cat((angles, angles), dim=-1).unsqueeze(2)
+
+
+class ThreeAxesRotary(Rotary):
+    """Angles of tokens of images, whose pairs of dimensions turn with time, height or width.
+
+    Source: transformers 5.24, modeling_qwen3_5.py, `recomposition_frequencies`.
+    """
+
+    def __init__(self, inverse_frequencies: Tensor, sections: tuple[int, int, int]) -> None:
+        """Takes the frequencies, [head_dim / 2], and the number of pairs that turn with each axis."""
+        super().__init__(inverse_frequencies)
+        pair = torch.arange(len(inverse_frequencies), device="cpu")
+        # axes alternate; where those of height and width are used up, all pairs turn with time
+        axes = (torch.where((pair % 3 == axis) & (pair < 3 * sections[axis]), axis, 0) for axis in (1, 2))
+        self._axis_of_pair = sum(axes)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Returns angles like `Rotary`; of positions on three axes, [batch, seq_local, 3], each pair takes one."""
+        if positions.dim() == 2:
+            return super().forward(positions)
+        self._axis_of_pair = self._axis_of_pair.to(positions.device)
+        return self._angles(positions.transpose(0, 1)[..., self._axis_of_pair])
 
 
 class TwoBaseRotary(Rotary):

@@ -247,6 +247,7 @@ _IMAGES: dict[str, Any] = {
     "is_tied_outside": False,
     "unread": "image_token_id video_token_id vision_start_token_id vision_end_token_id",
     "images": (r"model\.visual\..+",),
+    "trained": "model.visual.",
 }
 QWEN3_5_IMAGES = in_tower(
     QWEN3_5,

@@ -1,0 +1,189 @@
+"""The vision tower on the first pipeline stage: transformers' own module, and where its features go.
+
+Ranks that see the same rows share the work: each encodes whole images, about as many patches as the others, and all
+get all features. In the backward pass each gets the gradient of its features as a sum over these ranks, so gradients of
+the tower are sums over all ranks, like those of other replicated parameters.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtrain.arch.vision import PROJECTOR
+from mtrain.base.errors import ConfigError
+from mtrain.config.schema.vision import VisionSection
+from mtrain.core.batch.images import MicrobatchImages
+from mtrain.core.layers.own_parameters import ShardedOffsets
+from mtrain.core.ranks.groups import Groups, to_device
+
+
+class VisionTower(MegatronModule):
+    """Encodes images, and puts their features in the place of embeddings."""
+
+    def __init__(self, section: VisionSection, hidden_size: int, config: TransformerConfig, groups: Groups) -> None:
+        super().__init__(config=config)
+        self._per_feature = section.patches_per_feature
+        self._hidden_size = hidden_size
+        self._device, self._tp = groups.device, groups.tp
+        # without sequence parallelism, ranks of TP see the same tokens and do the same work
+        self._sharing = groups.collection.tp_cp if config.sequence_parallel else groups.cp
+        self.tower = built_tower(section, hidden_size)
+        self.to(config.params_dtype)
+        for name, parameter in self.tower.named_parameters():
+            is_frozen = section.freeze_projector if name.startswith(PROJECTOR) else section.freeze_tower
+            parameter.requires_grad_(not is_frozen)
+            # each rank of TP encodes other images then, so finalize_model_grads must sum the gradients
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, embedded: Tensor, images: MicrobatchImages | None, places: Tensor | None) -> Tensor:
+        """Replaces embeddings by features.
+
+        Args:
+            embedded: Embeddings of this rank's positions, [positions, batch, hidden].
+            images: Images of the microbatch; None for text.
+            places: Feature of each of these positions, [batch, positions]; -1 for text. None for text.
+        """
+        if images is None or places is None:
+            return self._connected(embedded)
+        features = self._features(images).to(embedded.dtype)
+        # a row for all text, which gets no gradient
+        table = torch.cat((features.new_zeros(1, self._hidden_size), features))
+        # contiguous, as the next stage receives its input
+        numbers = places.t().contiguous() + 1
+        rows = functional.embedding(numbers, table, padding_idx=0)
+        return torch.where((numbers > 0).unsqueeze(-1), rows, embedded)
+
+    def _features(self, images: MicrobatchImages) -> Tensor:
+        """Returns the features of all images of the microbatch, [features, hidden]. Collective over the ranks that
+        share the work."""
+        patches = images.grids.prod(dim=1).tolist()
+        shares = divided(patches, self._sharing.size())
+        own = shares[self._sharing.rank()]
+        if own:
+            features = self._encoded(images, patches, own)
+        else:
+            dtype = next(self.tower.parameters()).dtype
+            features = self._connected(torch.zeros(0, self._hidden_size, dtype=dtype, device=self._device))
+        if len(shares) == 1:
+            return features
+        counts = [patch_count // self._per_feature for patch_count in patches]
+        longest = max(sum(counts[image] for image in share) for share in shares)
+        padded = functional.pad(features, (0, 0, 0, longest - len(features)))
+        gathered = gather_from_sequence_parallel_region(padded, group=self._sharing)
+        rows: dict[int, range] = {}
+        for rank, share in enumerate(shares):
+            begin = rank * longest
+            for image in share:
+                rows[image] = range(begin, begin + counts[image])
+                begin += counts[image]
+        order = torch.tensor([row for image in range(len(counts)) for row in rows[image]])
+        return gathered[to_device(order, self._device)]
+
+    def _encoded(self, images: MicrobatchImages, patches: list[int], own: list[int]) -> Tensor:
+        """Returns the features of the images with these numbers, one after another."""
+        every = torch.split(images.pixels, patches)
+        pixels = to_device(torch.cat([every[image] for image in own]), self._device)
+        grids = to_device(images.grids[own], self._device)
+        features: Tensor = self.tower(pixels, grid_thw=grids).pooler_output
+        return features
+
+    def _connected(self, values: Tensor) -> Tensor:
+        """Returns the values; their backward pass gives every trained parameter a gradient of 0, so that a rank without
+        images takes part in the collectives of its gradients."""
+        trained = [parameter for parameter in self.tower.parameters() if parameter.requires_grad]
+        if not trained or not torch.is_grad_enabled():
+            return values
+        connected: Tensor = _Connected.apply(values, *trained)  # type: ignore[no-untyped-call]
+        return connected
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "VisionTower":
+        # frequencies of the tower's rotary embedding are buffers, which must not be rounded with the parameters
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            holder, _, last = name.rpartition(".")
+            moved = getattr(self.get_submodule(holder), last)
+            setattr(self.get_submodule(holder), last, buffer.to(moved.device))
+        return self
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describes all parameters for checkpoints, by their names in transformers."""
+        assert metadata is not None, "megatron-core passes it to every layer"
+        described: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            dict(self.tower.named_parameters()),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self._tp,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return described
+
+
+def divided(patches: list[int], num_ranks: int) -> list[list[int]]:
+    """Divides images over ranks, the largest first, each to the rank with the fewest patches so far; returns the
+    numbers of each rank's images in order."""
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for image in sorted(range(len(patches)), key=lambda image: -patches[image]):
+        rank = loads.index(min(loads))
+        shares[rank].append(image)
+        loads[rank] += patches[image]
+    return [sorted(share) for share in shares]
+
+
+class _Connected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (*gradients, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors))
+
+
+def built_tower(section: VisionSection, hidden_size: int) -> nn.Module:
+    """Builds transformers' tower in float32 on the CPU, with biases of 0 and norms of 1.
+
+    Raises:
+        ConfigError: transformers is not installed, or too old.
+    """
+    try:
+        from transformers.initialization import no_init_weights
+        from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+    except ImportError as fault:
+        raise ConfigError(
+            f"model.vision needs a tower of Hugging Face transformers, which cannot be imported ({fault}); pip install "
+            "'transformers>=5.24,<6'"
+        ) from fault
+    config = Qwen3_5VisionConfig(
+        depth=section.num_layers,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.ffn_hidden_size,
+        num_heads=section.num_attention_heads,
+        in_channels=section.num_channels,
+        patch_size=section.patch_size,
+        temporal_patch_size=section.frames_per_patch,
+        spatial_merge_size=section.merge_size,
+        num_position_embeddings=section.num_positions,
+        hidden_act=section.activation,
+        out_hidden_size=hidden_size,
+    )
+    with no_init_weights():
+        tower: nn.Module = Qwen3_5VisionModel._from_config(config, dtype=torch.float32)
+    for module in tower.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        elif isinstance(getattr(module, "bias", None), nn.Parameter):
+            nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+    return tower

@@ -1,0 +1,57 @@
+"""Rules of model.vision: what does not run with a tower yet is refused by name."""
+
+from typing import Any
+
+import pytest
+
+from tests.config.samples import config
+from tests.config.test_rules import messages
+from tests.messages import check_message
+
+VISION: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "ffn_hidden_size": 24,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "num_positions": 16,
+    "rope_sections": (2, 1, 1),
+    "image_token": 5,
+}
+TRAINED = {"freeze_tower": False}
+SFT = {"kind": "sft", "seq_length": 64, "train": [{"path": "a.jsonl"}], "tokenizer": "t", "format": "preference"}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+LORA = {"kind": "lora", "rank": 2, "targets": ["proj"]}
+UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "layout.shard=weights": ({"layout__shard": "weights"}, {}),
+    "train.compile=layers": ({"train__compile": "layers"}, {}),
+    "train.offload_layers=1": ({"train__offload_layers": 1}, {}),
+    "train.overlap_param_gather=true": (
+        {"train__overlap_param_gather": True, "train__overlap_grad_reduce": True},
+        {},
+    ),
+    "loss.function=dpo": ({"loss__function": "dpo", "data": SFT, "model__hf": "x"}, {}),
+    "model.backend=te": ({"model__backend": "te"}, {}),
+    "adapter": ({"adapter": LORA}, TRAINED),
+    "optimizer.kind=muon": ({"optimizer__kind": "muon"}, TRAINED),
+    "mtp_depths": ({"model__mtp_depths": 1}, {}),
+    "sliding_window": ({"model__sliding_window": 8}, {}),
+    "num_labels": ({"model__num_labels": 1, "loss__function": "reward"}, {}),
+    "vision.image_token=1000": ({}, {"image_token": 1000}),
+    "vision.rope_sections=[2, 2, 1]": ({}, {"rope_sections": (2, 2, 1)}),
+    "hidden_size=20": ({}, {"hidden_size": 20}),
+    "num_positions=15": ({}, {"num_positions": 15}),
+}
+
+
+def test_a_tower_needs_nothing_else() -> None:
+    assert config(model__vision=VISION).model.vision is not None
+    assert config(model__vision=VISION, adapter=LORA).adapter is not None
+    assert config(model__vision=VISION, optimizer__kind="muon").model.vision is not None
+
+
+@pytest.mark.parametrize("name", UNABLE)
+def test_what_does_not_run_with_a_tower_is_refused_by_name(tmp_path: Any, name: str) -> None:
+    changes, vision = UNABLE[name]
+    (found,) = [line for line in messages(tmp_path, model__vision=VISION | vision, **changes) if name in line]
+    check_message(found)

@@ -1,0 +1,104 @@
+"""The vision tower's own parts: the division of work, exact buffers, and rotary positions on three axes."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain.arch.vision import num_frozen_parameters, num_tower_parameters, tower_shapes
+from mtrain.base.errors import DataError
+from mtrain.config.schema.loss import LossSection
+from mtrain.config.schema.vision import VisionSection
+from mtrain.core.batch.collate import RowForm, collate, loss_terms
+from mtrain.core.batch.images import SampleImages
+from mtrain.core.batch.sample import Sample
+from mtrain.core.layers.attention.rotary import Rotary, ThreeAxesRotary
+from mtrain.core.layers.vision import built_tower, divided
+from tests.messages import refuses
+
+VISION = VisionSection(
+    num_layers=2,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_attention_heads=2,
+    patch_size=4,
+    num_positions=16,
+    rope_sections=(4, 2, 2),
+    image_token=5,
+)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 9))
+def test_every_image_has_one_rank_and_no_rank_much_more_work(patches: list[int], num_ranks: int) -> None:
+    shares = divided(patches, num_ranks)
+    assert len(shares) == num_ranks
+    assert sorted(image for share in shares for image in share) == list(range(len(patches)))
+    assert [sorted(share) for share in shares] == shares
+    loads = [sum(patches[image] for image in share) for share in shares]
+    # without its smallest image, the rank with most has no more than the one with least
+    heaviest = loads.index(max(loads))
+    assert max(loads) - min(patches[image] for image in shares[heaviest]) <= min(loads)
+
+
+def test_shapes_are_those_of_the_tower_of_transformers() -> None:
+    tower = built_tower(VISION, 32)
+    assert tower_shapes(VISION, 32) == {name: tuple(each.shape) for name, each in tower.named_parameters()}
+    assert num_tower_parameters(VISION, 32) == sum(each.numel() for each in tower.parameters())
+    assert num_tower_parameters(None, 32) == num_frozen_parameters(None, 32) == 0
+    learns = VISION.model_copy(update={"freeze_projector": False})
+    assert num_frozen_parameters(VISION, 32) - num_frozen_parameters(learns, 32) == sum(
+        each.numel() for name, each in tower.named_parameters() if name.startswith("merger.")
+    )
+
+
+def test_equal_axes_are_one_position_to_the_bit() -> None:
+    frequencies = torch.rand(8)
+    positions = torch.randint(0, 1000, (3, 7))
+    rotary = ThreeAxesRotary(frequencies, (4, 2, 2))
+    one = Rotary(frequencies)(positions)
+    assert torch.equal(rotary(positions), one)
+    assert torch.equal(rotary(positions.unsqueeze(-1).repeat(1, 1, 3)), one)
+
+
+@pytest.mark.parametrize(("sections", "axes"), [((4, 2, 2), [0, 1, 2, 0, 1, 2, 0, 0]), ((5, 1, 0), [0, 1, 0, 0, 0, 0])])
+def test_pairs_take_axes_in_turn(sections: tuple[int, int, int], axes: list[int]) -> None:
+    rotary = ThreeAxesRotary(torch.ones(len(axes)), sections)
+    angles = rotary(torch.tensor([[[3, 5, 7]]]))
+    assert angles.flatten().tolist() == [[3.0, 5.0, 7.0][axis] for axis in axes] * 2
+
+
+TERMS = loss_terms(LossSection())
+FORM = RowForm(8, TERMS, is_packed=True, isolates_documents=True, patches_per_feature=4)
+
+
+def with_images(first: int, places: list[int], num_features: int) -> Sample:
+    """Builds a sample whose tokens, pixels and axes have numbers of its own."""
+    length = len(places)
+    images = SampleImages(
+        pixels=np.full((4 * num_features, 2), first, np.float32),
+        grids=np.array([[1, 2, 2 * num_features]]),
+        places=np.array(places),
+        axes=np.arange(3 * length).reshape(length, 3) + 100 * first,
+    )
+    ids = np.arange(first, first + length)
+    return Sample(ids, ids, np.ones(length), images=images)
+
+
+def test_features_are_counted_over_the_samples_of_a_microbatch() -> None:
+    text = Sample(np.arange(2), np.arange(2), np.ones(2))
+    rows = [[with_images(1, [-1, 0, 1], 2), text, with_images(2, [0, -1], 3)], [with_images(3, [-1, 1, -1, 0], 2)]]
+    images = collate(rows, FORM, None).images
+    assert images is not None
+    assert images.places.tolist() == [[-1, 0, 1, -1, -1, 2, -1, -1], [-1, 6, -1, 5, -1, -1, -1, -1]]
+    assert images.axes[0, :, 1].tolist() == [101, 104, 107, 0, 1, 201, 204, 0], "padding begins anew as well"
+    assert images.axes[1, :, 2].tolist() == [302, 305, 308, 311, 0, 1, 2, 3]
+    assert images.pixels[:, 0].tolist() == [1] * 8 + [2] * 12 + [3] * 8
+    assert images.grids.tolist() == [[1, 2, 4], [1, 2, 6], [1, 2, 4]]
+    assert collate([[text]], FORM, None).images is None
+
+
+def test_a_model_of_text_refuses_images() -> None:
+    form = RowForm(8, TERMS)
+    with refuses(DataError, "model.vision"):
+        collate([[with_images(1, [0], 1)]], form, None)

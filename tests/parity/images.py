@@ -1,0 +1,283 @@
+"""Qwen3.5 with images: samples, and the oracle, which is the model of transformers in float64, one sample at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from mtrain.arch.lr import learning_rate
+from mtrain.config import Config
+from mtrain.core.batch.images import SampleImages
+from mtrain.core.batch.sample import shifted
+from mtrain.hf.schema.registry import family_of
+from tests.hf.megatron_names import from_huggingface
+from tests.parity.batches import BATCH, SEQ, VOCAB, GlobalBatch
+from tests.parity.cases import case
+from tests.parity.ranks import Arrays
+
+_IMAGE, _VIDEO, _START, _END = 57, 58, 59, 60
+_PATCH, _MERGE = 4, 2
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rms_norm_eps": 1e-2,  # norms of small outputs amplify rounding
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    # six of a head's eight pairs alternate, and the last two turn with time
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 300.0,
+        "partial_rotary_factor": 1.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+_TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "in_channels": 3,
+    "patch_size": _PATCH,
+    "spatial_merge_size": _MERGE,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+_IDS = {
+    "image_token_id": _IMAGE,
+    "video_token_id": _VIDEO,
+    "vision_start_token_id": _START,
+    "vision_end_token_id": _END,
+}
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+
+
+def dense_config() -> Any:
+    return transformers.Qwen3_5Config(text_config=_TEXT, vision_config=_TOWER, **_IDS, attn_implementation="eager")
+
+
+def experts_config() -> Any:
+    text = {name: value for name, value in _TEXT.items() if name != "intermediate_size"} | _EXPERTS
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=_TOWER, **_IDS, attn_implementation="eager")
+    config.text_config._experts_implementation = "eager"  # the grouped one does not support float64
+    return config
+
+
+@cache
+def model_of(has_experts: bool) -> Any:
+    """Draws a model of transformers in float64; callers must not change it."""
+    torch.manual_seed(11)
+    kind = (
+        transformers.Qwen3_5MoeForConditionalGeneration if has_experts else transformers.Qwen3_5ForConditionalGeneration
+    )
+    model = kind(experts_config() if has_experts else dense_config()).double()
+    for name, parameter in model.named_parameters():
+        is_scale = "norm" in name and name.endswith("weight") and ("visual" in name or "linear_attn" in name)
+        torch.nn.init.normal_(parameter, mean=1.0 if is_scale else 0.0, std=0.1)
+    return model
+
+
+def knobs(has_experts: bool, **vision: bool) -> dict[str, Any]:
+    """Returns changes of the configuration that describe the model, as they are read from its config.json."""
+    described = model_of(has_experts).config.to_dict()
+    family = family_of(described)
+    model = family.with_vision(family.model(described), described)[1]
+    assert model.vision is not None
+    model = model.model_copy(update={"vision": model.vision.model_copy(update=vision)})
+    return {f"model__{key}": value for key, value in model.model_dump(exclude={"vocab_multiple"}).items()}
+
+
+class Picture(NamedTuple):
+    """An image in a sample."""
+
+    start: int
+    """Position of its first token."""
+    rows: int
+    columns: int
+    """Height and width in patches."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of features, and so of tokens."""
+        return self.rows * self.columns // _MERGE**2
+
+
+Layout = Sequence[Sequence[Picture]]
+"""Images of each sample."""
+
+MIXED: Layout = [
+    [Picture(5, 4, 8)],  # 8 features over the border of two chunks of cp=2, and of cp=4
+    [],
+    [Picture(1, 2, 2), Picture(10, 4, 4)],
+    [Picture(2, 6, 4), Picture(14, 4, 6)],
+    [],
+    [Picture(20, 2, 4)],
+    [],
+    [Picture(0, 4, 4)],  # a sample that begins with an image
+    [Picture(3, 2, 2)],
+    [],
+    [],
+    [Picture(12, 8, 4)],
+    [],
+    [Picture(4, 4, 2), Picture(8, 2, 6), Picture(13, 2, 2)],
+    [],
+    [Picture(6, 6, 6)],
+]
+"""Images of different sizes; some samples have none."""
+ONE: Layout = [[Picture(13, 4, 6)], *[[]] * (BATCH - 1)]
+"""One image in the step: all other ranks have none, neither of data nor of work."""
+
+
+def drawn(layout: Layout, seed: int, lengths: Sequence[int] = (SEQ,)) -> GlobalBatch:
+    """Draws the samples of a step.
+
+    Args:
+        lengths: Numbers of positions, at least as many as the images need; taken in turn.
+    """
+    rng = np.random.default_rng(seed)
+    return [_sample(rng, pictures, lengths[slot % len(lengths)]) for slot, pictures in enumerate(layout)]
+
+
+def _sample(rng: np.random.Generator, pictures: Sequence[Picture], length: int) -> Any:
+    length = max([length, *(picture.start + picture.num_tokens + 1 for picture in pictures)])
+    ids = rng.integers(0, _IMAGE, length + 1)
+    places, axes = np.full(length + 1, -1), np.repeat(np.arange(length + 1)[:, None], 3, axis=1)
+    num_features = 0
+    for picture in pictures:
+        start, end = picture.start, picture.start + picture.num_tokens
+        ids[start:end] = _IMAGE
+        places[start:end] = np.arange(num_features, num_features + picture.num_tokens)
+        num_features += picture.num_tokens
+        # rows and columns of an image count from the position after the text, and so does the text after the longer one
+        at = axes[start, 0]
+        grid = np.indices((1, picture.rows // _MERGE, picture.columns // _MERGE)).reshape(3, -1).T
+        axes[start:end] = at + grid
+        following = at + max(picture.rows, picture.columns) // _MERGE
+        axes[end:] = (following + np.arange(length + 1 - end))[:, None]
+    mask = (rng.random(length) < 0.6) * rng.choice([1.0, 0.5], length)
+    mask[places[1:] >= 0] = 0.0  # no placeholder is predicted
+    sample = shifted(ids, mask)
+    if not pictures:
+        return sample
+    num_patches = sum(picture.rows * picture.columns for picture in pictures)
+    return replace(
+        sample,
+        images=SampleImages(
+            pixels=rng.normal(size=(num_patches, 3 * 2 * _PATCH**2)).astype(np.float32),
+            grids=np.array([[1, picture.rows, picture.columns] for picture in pictures]),
+            places=places[:-1],
+            axes=axes[:-1],
+        ),
+    )
+
+
+class Exact(NamedTuple):
+    """Results of the oracle."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[Arrays]
+    parameters: Arrays
+
+
+def initial(has_experts: bool) -> Arrays:
+    """Returns the parameters by our names."""
+    return _ours(dict(model_of(has_experts).named_parameters()), has_experts)
+
+
+def _ours(tensors: dict[str, Tensor], has_experts: bool) -> Arrays:
+    section = case(num_layers=2).config(**knobs(has_experts)).model
+    tower = {
+        f"vision.{name.removeprefix('model.visual.')}": value.detach().clone()
+        for name, value in tensors.items()
+        if name.startswith("model.visual.")
+    }
+    text = {name.replace("model.language_model.", "model."): value for name, value in tensors.items()}
+    renamed = from_huggingface({name: value for name, value in text.items() if "visual" not in name}, section)
+    return {name: value.numpy() for name, value in (renamed | tower).items()}
+
+
+def exact(config: Config, batches: Sequence[GlobalBatch]) -> Exact:
+    """Trains transformers' model, one sample at a time: numerators are added, and divided once by the step's weights of
+    tokens."""
+    import copy
+
+    has_experts, vision = config.model.experts is not None, config.model.vision
+    assert vision is not None
+    model = copy.deepcopy(model_of(has_experts))
+    for name, parameter in model.model.visual.named_parameters():
+        is_frozen = vision.freeze_projector if name.startswith("merger.") else vision.freeze_tower
+        parameter.requires_grad_(not is_frozen)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    section = config.optimizer
+    groups = [
+        {"params": [each for each in trained.values() if each.ndim > 1], "weight_decay": section.weight_decay},
+        {"params": [each for each in trained.values() if each.ndim == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, betas=(section.beta1, section.beta2), eps=section.epsilon)
+    losses, norms, gradients = [], [], []
+    for step, batch in enumerate(batches):
+        adam.zero_grad()
+        losses.append(_differentiated(model, batch))
+        gradients.append(
+            _ours(
+                {
+                    name: torch.zeros_like(each) if each.grad is None else each.grad
+                    for name, each in model.named_parameters()
+                },
+                has_experts,
+            )
+        )
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), section.clip_grad)))
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(step, section, config.train.num_steps)
+        adam.step()
+    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
+    left_out = {f"vision.{name.removeprefix('model.visual.')}" for name in frozen}
+    found = [{name: value for name, value in each.items() if name not in left_out} for each in gradients]
+    return Exact(losses, norms, found, _ours(dict(model.named_parameters()), has_experts))
+
+
+def _differentiated(model: Any, batch: GlobalBatch) -> float:
+    denominator = sum(float(sample.mask.sum()) for sample in batch)
+    total = 0.0
+    for sample in batch:
+        images = sample.images
+        given: dict[str, Any] = {"mm_token_type_ids": torch.zeros(1, len(sample.tokens), dtype=torch.int32)}
+        if images is not None:
+            given = {
+                "pixel_values": torch.from_numpy(images.pixels).double(),
+                "image_grid_thw": torch.from_numpy(images.grids),
+                "mm_token_type_ids": torch.from_numpy(images.places >= 0).int()[None],
+            }
+        logits = model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False, **given).logits[0]
+        losses = F.cross_entropy(logits, torch.from_numpy(sample.labels), reduction="none")
+        loss = (losses * torch.from_numpy(sample.mask)).sum() / denominator
+        loss.backward()
+        total += loss.item()
+    return total

@@ -1,0 +1,170 @@
+"""Training with images: every layout gives the loss, the gradients and the weights of transformers' own model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtrain.arch.layout import Layout
+from mtrain.config import Config
+from mtrain.core.layers.vision import built_tower
+from tests.parity.cases import Case, case
+from tests.parity.compare import TOLERANCE, Deviation, relative, worst
+from tests.parity.image_ranks import FAULTS, frequencies, train_both, train_with
+from tests.parity.images import MIXED, ONE, Exact, drawn, exact, initial, knobs
+from tests.parity.ranks import Outcome, train
+from tests.pool import Pool, RankFailed
+
+TRAINED = {"freeze_tower": False, "freeze_projector": False}
+PROJECTOR = {"freeze_projector": False}
+LENGTHS = (32, 17, 9, 24, 30)
+PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
+
+
+@cache
+def steps() -> list[Any]:
+    """Draws a step of many images, and one with a single image, of whose rows other ranks have none."""
+    return [drawn(MIXED, 1, LENGTHS), drawn(ONE, 2, LENGTHS)]
+
+
+def config_of(each: Case, has_experts: bool, vision: dict[str, bool], **changes: Any) -> Config:
+    return each.config(**knobs(has_experts, **vision) | changes)
+
+
+@cache
+def reference(has_experts: bool, trained: tuple[str, ...]) -> Exact:
+    return exact(config_of(case(num_layers=2), has_experts, dict.fromkeys(trained, False)), steps())
+
+
+def measured(outcome: Outcome, oracle: Exact, config: Config) -> Deviation:
+    pairs = list(zip(outcome.steps, oracle.losses, oracle.norms, oracle.gradients, strict=True))
+    return Deviation(
+        loss=max(relative(found.loss, loss) for found, loss, _, _ in pairs),
+        grad_norm=max(relative(found.grad_norm, norm) for found, _, norm, _ in pairs),
+        gradient=max(worst(found.gradients, gradients, config) for found, _, _, gradients in pairs),
+        weights=worst(outcome.parameters, oracle.parameters, config),
+    )
+
+
+def agreed(everyone: list[Outcome]) -> Outcome:
+    """Returns rank 0's outcome; all ranks must report the same steps."""
+    reports = [[step._replace(gradients=None) for step in outcome.steps] for outcome in everyone]
+    assert all(report == reports[0] for report in reports)
+    return everyone[0]
+
+
+def assert_exact(
+    pool: Pool, each: Case, has_experts: bool = False, vision: dict[str, bool] = TRAINED, **changes: Any
+) -> Outcome:
+    """Trains both steps on the case's ranks, and compares with the oracle."""
+    config = config_of(each, has_experts, vision, **changes)
+    outcome = agreed(pool.run(train, each.resolved(config), config, initial(has_experts), steps()))
+    measured(outcome, reference(has_experts, tuple(vision)), config).assert_below()
+    return outcome
+
+
+CASES = [
+    case(4, num_layers=2),
+    case(4, num_layers=2, tp=2, sp=True),
+    case(8, num_layers=2, tp=2),
+    case(4, num_layers=2, cp=2),
+    case(4, num_layers=2, cp=2, cp_comm="ulysses", dp=2),
+    case(4, num_layers=2, pp=2),
+    case(4, num_layers=2, tp=2, sp=True, cp=2),
+]
+
+
+@pytest.mark.parametrize("each", CASES, ids=map(str, CASES))
+def test_a_run_with_images_is_that_of_transformers(pool: Pool, each: Case) -> None:
+    assert_exact(pool, each)
+
+
+PACKED_CASES = [case(num_layers=2, cp=2), case(num_layers=2, tp=2, sp=True, dp=2)]
+
+
+@pytest.mark.parametrize("each", PACKED_CASES, ids=map(str, PACKED_CASES))
+def test_samples_that_share_a_row_keep_their_images(pool: Pool, each: Case) -> None:
+    assert_exact(pool, each, **PACKED)
+
+
+EXPERT_CASES = [case(4, num_layers=2), case(4, num_layers=2, dp=2, ep=2), case(4, num_layers=2, tp=2, sp=True, ep=2)]
+
+
+@pytest.mark.parametrize("each", EXPERT_CASES, ids=["-".join(each.layout) or "one process" for each in EXPERT_CASES])
+def test_experts_of_tokens_of_images_are_those_of_transformers(pool: Pool, each: Case) -> None:
+    assert_exact(pool, each, has_experts=True)
+
+
+def test_a_rank_without_images_joins_reductions_that_overlap_backward(pool: Pool) -> None:
+    """A microbatch of text, and a rank that has no image of a microbatch, give every weight of the tower a zero."""
+    each = case(4, num_layers=2, tp=2, sp=True, dp=2)
+    assert_exact(pool, each, train__overlap_grad_reduce=True)
+
+
+@pytest.mark.parametrize("vision", [{}, PROJECTOR], ids=["language model", "and projector"])
+def test_frozen_parts_keep_every_bit(pool: Pool, vision: dict[str, bool]) -> None:
+    outcome = assert_exact(pool, case(4, num_layers=2, tp=2, sp=True), vision=vision)
+    assert outcome.parameters is not None
+    for name, value in initial(False).items():
+        if name.startswith("vision.") and not (vision and name.startswith("vision.merger.")):
+            np.testing.assert_array_equal(outcome.parameters[name], value.astype(np.float32), err_msg=name)
+
+
+def test_adapters_on_a_frozen_tower_learn_from_images(pool: Pool) -> None:
+    """B begins at 0, so A has no gradient, and that of B is scale x (the oracle's gradient of W) x A^T."""
+    each, name = case(4, num_layers=2, tp=2, sp=True, cp=2), "decoder.layers.1.self_attention.linear_proj"
+    config = config_of(each, False, {}, adapter={"kind": "lora", "rank": 3, "alpha": 6.0, "targets": ["proj"]})
+    first = np.random.default_rng(5).normal(size=(3, 128)).astype(np.float32)
+    pair = {f"{name}_adapter.proj_lora_a": first, f"{name}_adapter.proj_lora_b": np.zeros((32, 3))}
+    outcome = agreed(pool.run(train, each.resolved(config), config, initial(False) | pair, steps()[:1]))
+    oracle = reference(False, ())
+    assert relative(outcome.steps[0].loss, oracle.losses[0]) <= TOLERANCE
+    expected = 2.0 * oracle.gradients[0][f"{name}.weight"] @ first.T
+    assert worst(
+        outcome.steps[0].gradients, dict(zip(pair, (np.zeros_like(first), expected), strict=True)), config
+    ) <= (TOLERANCE)
+
+
+def test_text_alone_computes_the_same_bits_as_without_a_tower(pool: Pool) -> None:
+    text = [[replace(sample, images=None) for sample in drawn([[]] * 16, 3, LENGTHS)]]
+    each = case(4, num_layers=2, tp=2, sp=True)
+    with_tower = config_of(each, False, {})
+    without = with_tower.model_copy(update={"model": with_tower.model.model_copy(update={"vision": None})})
+    found = pool.run(train_both, each.resolved(without), [with_tower, without], initial(False), text)
+    one, other = found[0]
+    assert one.steps[0]._replace(gradients=None) == other.steps[0]._replace(gradients=None)
+    assert other.parameters is not None
+    assert one.parameters is not None
+    assert all(np.array_equal(one.parameters[name], value) for name, value in other.parameters.items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_frequencies_of_the_tower_are_not_rounded(pool: Pool, precision: str) -> None:
+    config = config_of(case(num_layers=2), False, {}, train__precision=precision)
+    assert config.model.vision is not None
+    found, dtypes = pool.run(frequencies, Layout(), config)[0]
+    assert dtypes == {"torch.float32" if precision == "fp32" else "torch.bfloat16"}
+    expected = [buffer.numpy() for buffer in built_tower(config.model.vision, config.model.hidden_size).buffers()]
+    assert len(found) == len(expected) > 0
+    assert all(
+        np.array_equal(one, other) and one.dtype == other.dtype for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(pool: Pool, fault: str) -> None:
+    each = case(4, num_layers=2, tp=2, sp=True, cp=2) if "data-parallel" not in fault else case(4, num_layers=2, dp=2)
+    config = config_of(each, False, TRAINED)
+    outcome = pool.run(train_with, each.resolved(config), fault, config, initial(False), steps())[0]
+    assert max(measured(outcome, reference(False, tuple(TRAINED)), config)) > 100 * TOLERANCE
+
+
+def test_a_tower_that_gives_no_zeros_is_found(pool: Pool) -> None:
+    each = case(8, num_layers=2, dp=2)
+    config = config_of(each, False, TRAINED, train__overlap_grad_reduce=True)
+    with pytest.raises(RankFailed):
+        pool.run(train_with, each.resolved(config), "no zeros", config, initial(False), steps())
