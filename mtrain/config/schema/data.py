@@ -247,6 +247,19 @@ class IndexedSection(FilesSection):
             )
 
 
+class ImagesSection(Section):
+    """Sizes of images, for a model with model.vision; the processor in the tokenizer's folder says the rest."""
+
+    min_pixels: Annotated[int | None, bounds.PIXELS] = Field(None, gt=0)
+    """Smallest area of a resized image, in pixels; smaller images are enlarged. null: the processor's."""
+    max_pixels: Annotated[int | None, bounds.PIXELS] = Field(None, gt=0)
+    """Largest area of a resized image, in pixels; larger images are reduced. null: the processor's."""
+
+    def broken_rules(self) -> Iterator[str]:
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            yield f"min_pixels={self.min_pixels} must be at most max_pixels={self.max_pixels}; change one of them"
+
+
 class SftSection(FilesSection):
     """Finetuning on records: JSON lines (plain, gzip, zstd), parquet, Arrow, datasets of Hugging Face on disk."""
 
@@ -290,6 +303,7 @@ class SftSection(FilesSection):
     """Messages of the assistant that are in the loss."""
     special_tokens_in_text: bool = False
     """Whether a special token's text in a message, prompt, response or text becomes that token."""
+    images: ImagesSection = ImagesSection()
     columns: dict[str, str] = Field({})
     """Column names in the files -> keys of the record format, as in `{question: prompt, answer: response}`."""
     ignore_keys: tuple[str, ...] = ()

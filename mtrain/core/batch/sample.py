@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +12,23 @@ from numpy.typing import NDArray
 
 from mtrain.core.batch.images import SampleImages
 from mtrain.core.loss.preference.member import GroupMember
+
+HERE = Path()
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image of a sample, not yet cut into patches."""
+
+    content: bytes
+    """Content of an image file, such as PNG."""
+    grid: tuple[int, int, int]
+    """Frames, rows and columns, in patches."""
+    file: str | None = None
+    """Path of the file as the record gives it, relative to the folder of the data; None if the record holds the
+    image."""
+    state: Mapping[str, int] | None = None
+    """State of the file on disk with this content; None if it cannot be trusted."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +43,8 @@ class TokenizedSample:
     """Weight of the whole sequence, at least 0."""
     extras: NDArray[np.float32] | None = None
     """[n, extras]: numbers of each token that data.extras names; the first row is ignored. None if it names none."""
+    images: tuple[EncodedImage, ...] = ()
+    """Images in the order of their tokens, all of which are among `ids`."""
 
 
 def with_label(sample: TokenizedSample, end: int) -> TokenizedSample:
@@ -44,9 +64,12 @@ class SampleEncoder(Protocol):
     """Identifies the encoding; changes when the tokenizer, the template or an option would encode or refuse a record
     differently."""
 
-    def encode(self, record: dict[str, Any]) -> TokenizedSample | tuple[TokenizedSample, ...]:
-        """Encodes a record as one sequence, or as several sequences to compare. A pure function that may run in worker
-        processes.
+    def encode(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample | tuple[TokenizedSample, ...]:
+        """Encodes a record as one sequence, or as several sequences to compare. A pure function of the record and the
+        files that it names, which may run in worker processes.
+
+        Args:
+            folder: Folder of the record's file, from which the record's own paths count.
 
         Raises:
             DataError: The record is not a valid sample of this format; the message says what is wrong, not where.

@@ -40,7 +40,7 @@ def encoded_chunks(job: EncodingJob, num_workers: int) -> Iterator[EncodedChunk]
     if num_workers == 1:
         encoder = job.make_encoder()
         for chunk in chunks(job.files):
-            yield _encoded(chunk, encoder)
+            yield _encoded(chunk, encoder, job)
         return
     with ExitStack() as started:
         workers = [started.enter_context(_Worker(job, number, num_workers)) for number in range(num_workers)]
@@ -50,13 +50,14 @@ def encoded_chunks(job: EncodingJob, num_workers: int) -> Iterator[EncodedChunk]
             turn = (turn + 1) % num_workers
 
 
-def _encoded(chunk: Chunk, encoder: SampleEncoder) -> EncodedChunk:
+def _encoded(chunk: Chunk, encoder: SampleEncoder, job: EncodingJob) -> EncodedChunk:
+    folder = job.files[chunk.file].path.parent
     samples: list[tuple[int, TokenizedSample]] = []
     bad: list[tuple[int, str]] = []
     for index in range(len(chunk)):
         leave_if_stopped(TOKENISING)
         try:
-            result = encoder.encode(chunk.record(index))
+            result = encoder.encode(chunk.record(index), folder)
             of_record = result if isinstance(result, tuple) else (result,)
             if any(len(sample.ids) == 0 for sample in of_record):
                 raise DataError("has no token; remove it")
@@ -114,7 +115,7 @@ def _work(connection: Connection) -> None:
         encoder = job.make_encoder()
         for number, chunk in enumerate(chunks(job.files)):
             if number % num_workers == worker:
-                connection.send(_encoded(chunk, encoder))
+                connection.send(_encoded(chunk, encoder, job))
         connection.send(None)
     except MtrainError as fault:
         connection.send(fault)

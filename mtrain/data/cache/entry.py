@@ -17,6 +17,15 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.core.batch.sample import TokenizedSample
+from mtrain.data.cache.images import (
+    IMAGE_BYTES,
+    IMAGE_DTYPES,
+    IMAGES_OF_TRAINING,
+    ChunkImage,
+    ImageStore,
+    ImageWriter,
+    chunk_images,
+)
 from mtrain.data.formats.record_files import RecordFile
 
 DTYPES: dict[str, type[np.generic]] = {
@@ -35,11 +44,12 @@ flipped bit."""
 
 EXTRAS = "extras"
 """Name of an array that only samples with extras have: float32, [tokens, extras]."""
-_ALL_DTYPES = DTYPES | {EXTRAS: np.float32}
+_ALL_DTYPES = DTYPES | {EXTRAS: np.float32} | IMAGE_DTYPES
 OF_SAMPLES = ("ids", "run_lengths", "run_weights")
-"""Large arrays, verified sample by sample when they are read; the others are verified when the entry is opened."""
+LARGE = (*OF_SAMPLES, EXTRAS, IMAGE_BYTES)
+"""Arrays that are verified sample by sample when they are read; the others are verified when the entry is opened."""
 
-_OF_TRAINING = ("ids", "offsets", "run_lengths", "run_weights", "run_offsets", "weights", EXTRAS)
+_OF_TRAINING = ("ids", "offsets", "run_lengths", "run_weights", "run_offsets", "weights", EXTRAS, *IMAGES_OF_TRAINING)
 """Arrays that training reads; the fingerprint of the data covers them."""
 
 
@@ -82,6 +92,7 @@ class EncodedChunk(NamedTuple):
     """[tokens, extras]; empty unless data.extras names some."""
     bad: tuple[tuple[int, str], ...]
     """Number and fault of each bad record."""
+    images: tuple[ChunkImage, ...] = ()
 
 
 def checksum(
@@ -115,6 +126,7 @@ def encoded(
         numbers=np.array([number for number, _ in samples], np.int64),
         extras=_joined([sample.extras for _, sample in samples if sample.extras is not None], np.float32),
         bad=tuple(bad),
+        images=chunk_images([sample for _, sample in samples]),
     )
 
 
@@ -131,6 +143,7 @@ class ArrayWriter:
         self._digests: dict[str, hashlib._Hash] = {}
         self._sizes: dict[str, int] = {}
         self.num_tokens = self.num_runs = self.num_samples = 0
+        self._images = ImageWriter(self._write)
 
     def __enter__(self) -> Self:
         for name in DTYPES:
@@ -159,6 +172,7 @@ class ArrayWriter:
         self._write("checksums", np.array(checksums, np.uint32))
         if chunk.extras.size:
             self._write(EXTRAS, chunk.extras)
+        self._images.add(chunk.images, chunk.file, self.num_samples)
         self.num_tokens += len(chunk.ids)
         self.num_runs += len(runs.lengths)
         self.num_samples += len(chunk.lengths)
@@ -224,6 +238,10 @@ class TokenCache:
         extras = np.empty(0, np.float32) if fact is None else _mapped(folder, EXTRAS, fact)
         self.extras: NDArray[np.float32] = extras.reshape(self.num_tokens, -1)
         """[tokens, extras] of all samples laid end to end, mapped from disk."""
+        kept = facts["arrays"]
+        images = {name: _mapped(folder, name, kept[name]) for name in IMAGE_DTYPES if name in kept}
+        self.images = ImageStore(folder, images, [file.path.parent for file in files]) if images else None
+        """Images of the samples; None if no sample has any."""
         self.fingerprint = fingerprint_of(facts["arrays"])
         """Fingerprint of the samples, whatever the form and path of their files."""
 
@@ -248,6 +266,7 @@ class TokenCache:
     def read(self, index: int) -> TokenizedSample:
         """Reads a sample; raises DataError if its checksum does not match."""
         start, end = self.starts[index], self.starts[index + 1]
+        images = () if self.images is None else tuple(self.images.read(index))
         low, high = self._run_offsets[index], self._run_offsets[index + 1]
         ids, lengths, weights = self._ids[start:end], self._run_lengths[low:high], self._run_weights[low:high]
         extras = self.extras[start:end]
@@ -257,7 +276,12 @@ class TokenCache:
                 "written; remove this folder, which the next start rebuilds, and check the disk"
             )
         weight = float(self.weights[index])
-        return TokenizedSample(np.array(ids), np.repeat(weights, lengths), weight, np.array(extras))
+        return TokenizedSample(np.array(ids), np.repeat(weights, lengths), weight, np.array(extras), images)
+
+    def ids(self, index: int) -> NDArray[np.int32]:
+        """Returns the token ids of a sample, unverified and without its images."""
+        ids: NDArray[np.int32] = self._ids[self.starts[index] : self.starts[index + 1]]
+        return ids
 
     def record(self, index: int) -> int:
         """Returns the number of a sample's record in the source, counted from 0, bad records included."""
@@ -344,7 +368,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 
 
 def _mapped(folder: Path, name: str, fact: dict[str, Any]) -> NDArray[Any]:
-    path, dtype = folder / name, np.dtype(np.float32 if name == EXTRAS else DTYPES[name])
+    path, dtype = folder / name, np.dtype(_ALL_DTYPES[name])
     try:
         size = path.stat().st_size
         if size != fact["bytes"]:
@@ -352,6 +376,6 @@ def _mapped(folder: Path, name: str, fact: dict[str, Any]) -> NDArray[Any]:
         values = np.memmap(path, dtype, mode="r")
     except OSError as fault:
         raise DamagedEntryError(f"{name}: {fault.strerror or fault}") from fault
-    if name not in (*OF_SAMPLES, EXTRAS) and hashlib.sha256(values.data).hexdigest() != fact["sha256"]:
+    if name not in LARGE and hashlib.sha256(values.data).hexdigest() != fact["sha256"]:
         raise DamagedEntryError(f"{name} is not what was written")
     return values

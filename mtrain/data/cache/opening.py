@@ -5,8 +5,7 @@ remembered. KEY depends on the content of the files, not on their paths. An entr
 complete and is never written again; any of them may be removed while no run starts.
 
 The SHA-256 of a file is remembered with its size, inode, mtime and ctime. Programs set mtime back (cp -p, rsync -t,
-tar), but not ctime. A file that changed within _SETTLED_NS before it was hashed is not remembered: file systems have
-coarse clocks, and a second change in the same tick would leave no trace.
+tar), but not ctime. A file that changed shortly before it was hashed is not remembered (file_state.py).
 """
 
 import contextlib
@@ -29,22 +28,12 @@ from mtrain.base.heartbeat import tick
 from mtrain.base.signals import leave_if_stopped
 from mtrain.base.steady_files import SteadyFile
 from mtrain.data.cache.encoding_workers import TOKENISING, EncodingJob, encoded_chunks
-from mtrain.data.cache.entry import EXTRAS, FORMAT, OF_SAMPLES, ArrayWriter, DamagedEntryError, EntryFacts, TokenCache
+from mtrain.data.cache.entry import FORMAT, LARGE, ArrayWriter, DamagedEntryError, EntryFacts, TokenCache
+from mtrain.data.cache.images import ImageFile
+from mtrain.data.formats.file_state import is_settled, state_of
 from mtrain.data.formats.record_files import RecordFile
 
-_SETTLED_NS = 10 * 10**9
-"""Longer than the tick of any file system in use (2 s at most) and than the clock skew between nodes."""
 _BLOCK_BYTES = 1 << 22
-
-
-def _state_of(path: Path) -> dict[str, int]:
-    """Returns properties that change with every write to a file."""
-    try:
-        stat = os.stat(path)
-    except OSError as fault:
-        raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
-    times = {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
-    return {"bytes": stat.st_size, "inode": stat.st_ino, **times}
 
 
 @dataclass(frozen=True)
@@ -55,20 +44,20 @@ class FileContent:
 
     def check_unchanged(self) -> None:
         """Refuses a file that has been written to since it was hashed."""
-        if _state_of(self.path) != self.state:
+        if state_of(self.path) != self.state:
             raise DataError(f"{self.path} was changed while it was read; start again when nothing writes to it")
 
 
 def content_of(path: Path, memory: Path, reads_all: bool) -> FileContent:
     """Returns a file's state and digest; remembers the digest in the folder `memory` if safe and writable."""
-    state = _state_of(path)
+    state = state_of(path)
     note = memory / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()}.json"
     if not reads_all and (known := _remembered(note, state)) is not None:
         return FileContent(path, state, known)
     began_ns = time.time_ns()
     content = FileContent(path, state, _hashed(path))
     content.check_unchanged()
-    if max(state["mtime_ns"], state["ctime_ns"]) < began_ns - _SETTLED_NS:
+    if is_settled(state, began_ns):
         with contextlib.suppress(OSError):  # a folder that cannot be written costs time, not correctness
             memory.mkdir(parents=True, exist_ok=True)
             new = note.with_suffix(f".{secrets.token_hex(4)}")
@@ -145,7 +134,7 @@ def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad:
                 f"{first_bad}); give a file that holds samples"
             )
         writer.flush()
-    for name in (*OF_SAMPLES, EXTRAS):
+    for name in LARGE:
         if (staging / name).exists():
             sync_file(staging / name)  # after a crash, opening the entry notices an array that is not whole
     facts.write(staging, writer.facts(), len(job.files))
@@ -186,7 +175,7 @@ def token_cache(job: EncodingJob, fingerprint: str, options: CacheOptions) -> To
     entry = options.folder / "entries" / key
 
     def opened() -> TokenCache | None:
-        return _opened(entry, job.files, digests, options.say)
+        return _opened(entry, job.files, digests, options)
 
     if (cache := opened()) is not None:
         return cache
@@ -204,16 +193,30 @@ def token_cache(job: EncodingJob, fingerprint: str, options: CacheOptions) -> To
 
 
 def _opened(
-    entry: Path, files: tuple[RecordFile, ...], digests: tuple[str, ...], say: Callable[[str], None]
+    entry: Path, files: tuple[RecordFile, ...], digests: tuple[str, ...], options: CacheOptions
 ) -> TokenCache | None:
     """Opens an entry; None if it does not exist or cannot be used."""
     if not entry.is_dir():
         return None
     try:
-        return TokenCache(entry, files, digests)
+        cache = TokenCache(entry, files, digests)
+        for file in () if cache.images is None else cache.images.files:
+            _check_image(file, options.reads_all)
+        return cache
     except DamagedEntryError as fault:
-        say(f"the token cache {entry} is damaged ({fault}); it is rebuilt")
+        options.say(f"the token cache {entry} cannot be used ({fault}); it is rebuilt")
         return None
+
+
+def _check_image(file: ImageFile, reads_all: bool) -> None:
+    """Refuses an entry if an image has changed since it was built."""
+    try:
+        is_known = not reads_all and file.state is not None and state_of(file.path) == file.state
+        is_same = is_known or _hashed(file.path) == file.sha256
+    except DataError as fault:
+        raise DamagedEntryError(str(fault)) from fault
+    if not is_same:
+        raise DamagedEntryError(f"the image {file.path} was changed")
 
 
 def _build(

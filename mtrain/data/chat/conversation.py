@@ -7,7 +7,9 @@ from typing import Any, Literal, assert_never
 
 from mtrain.base.errors import DataError
 from mtrain.core.batch.numbers import whole_number
-from mtrain.data.encoding.checks import check_keys, check_text, check_weight
+from mtrain.core.batch.sample import EncodedImage
+from mtrain.data.encoding.checks import IMAGES_NEED, check_keys, check_text, check_weight
+from mtrain.data.encoding.images import IMAGE_TYPES, ReadImage
 from mtrain.data.formats.record_files import without_nulls
 
 LossOn = Literal["all_answers", "last_answer"]
@@ -31,20 +33,26 @@ class Conversation:
     """A checked record of messages."""
 
     messages: list[dict[str, Any]]
-    """Messages as a template reads them, without nulls and weights. A content is a text or a list of text parts."""
+    """Messages as a template reads them, without nulls and weights. A content is a text or a list of parts: texts, and
+    images without their content."""
     tools: list[Any] | None
     variables: dict[str, Any]
     """Switches of the template, such as enable_thinking."""
     answer_weights: dict[int, float]
     """Message number -> weight of each of its tokens; only messages with a weight above 0."""
     weight: float
+    images: tuple[EncodedImage, ...] = ()
+    """Images of all contents, in their order."""
 
 
-def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn | None) -> Conversation:
+def conversation_of(
+    record: dict[str, Any], ignored: Set[str], loss_on: LossOn | None, read_image: ReadImage | None = None
+) -> Conversation:
     """Checks a record with `messages`; errors say what is wrong, not where.
 
     Args:
         loss_on: Answers that count; None for a prompt, which needs no answer.
+        read_image: Reader of the images of contents; None refuses them.
     """
     check_keys(record, _RECORD_KEYS, ignored)
     _refuse_dropped(record, ignored, "")
@@ -52,6 +60,7 @@ def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn |
     if not isinstance(raw_messages, list) or not raw_messages:
         raise DataError("'messages' must be a list of at least one message; fix it")
     messages, present = [], []
+    images: list[EncodedImage] = []
     for number, message in enumerate(raw_messages):
         path = f"messages[{number}]"
         if not isinstance(message, dict):
@@ -59,13 +68,14 @@ def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn |
         check_keys(message, _MESSAGE_KEYS, ignored, f"{path} ")
         _refuse_dropped(message, ignored, f"{path} ")
         present.append(_present(message))
-        messages.append(_message(present[-1], path))
+        messages.append(_message(present[-1], path, read_image, images))
     return Conversation(
         messages,
         _tools(record.get("tools")),
         _variables(record.get("chat_template_kwargs")),
         {} if loss_on is None else answers_in_loss(present, loss_on),
         check_weight(record.get("weight", 1.0)),
+        tuple(images),
     )
 
 
@@ -75,7 +85,10 @@ def _present(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in known.items() if (key, value) != ("tool_calls", [])}
 
 
-def _message(present: dict[str, Any], path: str) -> dict[str, Any]:
+def _message(
+    present: dict[str, Any], path: str, read_image: ReadImage | None, images: list[EncodedImage]
+) -> dict[str, Any]:
+    """Returns a message as a template reads it; appends the images of its content to `images`."""
     if present.get("role") not in ROLES:
         raise DataError(
             f"{path} has the role {present.get('role')!r}, but must be one of {', '.join(ROLES)}; change it"
@@ -86,7 +99,7 @@ def _message(present: dict[str, Any], path: str) -> dict[str, Any]:
             check_text(message[key], f"{path}.{key}")
     reasoning = _reasoning(present, path)
     if "content" in present:
-        message["content"] = _content(present["content"], path)
+        message["content"] = _content(present["content"], path, read_image, images)
     if reasoning is not None:
         # under both names that templates read, as in transformers
         message |= {"reasoning_content": reasoning, "thinking": reasoning}
@@ -108,25 +121,30 @@ def _refuse_dropped(record: dict[str, Any], ignored: Set[str], prefix: str) -> N
         )
 
 
-def _content(content: object, path: str) -> str | list[dict[str, str]]:
-    """Returns a text or a list of text parts."""
+def _content(
+    content: object, path: str, read_image: ReadImage | None, images: list[EncodedImage]
+) -> str | list[dict[str, str]]:
     if not isinstance(content, list):
         return check_text(content, f"{path}.content")
     parts = []
     for number, part in enumerate(content):
         name = f"{path}.content[{number}]"
-        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
-            raise DataError(
-                f"{name} is of type {kind!r:.40}, but only text is read; leave the record out, or remove the part"
-            )
-        if not isinstance(part, dict) or part.get("type") != "text" or part.keys() - {"type", "text"}:
-            raise DataError(f'{name} must be {{"type": "text", "text": ...}}, as only text is read; remove other parts')
+        kind = part.get("type") if isinstance(part, dict) else None
+        if read_image is not None and kind in IMAGE_TYPES:
+            images.append(read_image(part, name))
+            parts.append({"type": "image"})
+            continue
+        if isinstance(kind, str) and kind != "text":
+            why = IMAGES_NEED if kind in IMAGE_TYPES else "only texts and images are read"
+            raise DataError(f"{name} is of type {kind!r:.40}, but {why}; leave the record out, or remove the part")
+        if not isinstance(part, dict) or kind != "text" or part.keys() - {"type", "text"}:
+            raise DataError(f'{name} must be {{"type": "text", "text": ...}}, without other keys; correct it')
         parts.append({"type": "text", "text": check_text(part.get("text"), f"{name}.text")})
     return parts
 
 
 def texts_of(content: str | list[dict[str, str]]) -> list[str]:
-    return [content] if isinstance(content, str) else [part["text"] for part in content]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def _reasoning(present: dict[str, Any], path: str) -> str | None:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
-from mtrain.core.batch.sample import TokenizedSample
+from mtrain.core.batch.sample import HERE, EncodedImage, TokenizedSample
 from mtrain.data.chat.answers import Answer, Rendering, aligned_answers, marked_answers, with_mark
 from mtrain.data.chat.conversation import ANSWERS, RESERVED, Conversation, LossOn, conversation_of, texts_of
 from mtrain.data.chat.ends import TOOLS, EndFinder, Weighed, up_to_stops
@@ -28,6 +29,8 @@ from mtrain.data.chat.sandbox import Cut, LimitError, NotRendered, Renderer, Ren
 from mtrain.data.chat.shown import check_shown
 from mtrain.data.chat.spans import SpecialTexts, UntrainableError, refused, special_texts
 from mtrain.data.chat.template import ChatTemplate, ChatTemplates
+from mtrain.data.encoding.images import image_reader
+from mtrain.hf.images import ImageProcessor
 from mtrain.hf.tokenizer.tokenizer import EncodedText, Tokenizer
 
 _VERSION = 5
@@ -61,8 +64,15 @@ class Ends(NamedTuple):
 class ChatEncoder:
     """A `SampleEncoder` for records with `messages`; safe in forked processes and threads."""
 
-    def __init__(self, templates: ChatTemplates, tokenizer: Tokenizer, options: ChatOptions) -> None:
-        self._tokenizer, self._options = tokenizer, options
+    def __init__(
+        self,
+        templates: ChatTemplates,
+        tokenizer: Tokenizer,
+        options: ChatOptions,
+        images: ImageProcessor | None = None,
+    ) -> None:
+        """`images` processes the images of conversations; None refuses them."""
+        self._tokenizer, self._options, self._images = tokenizer, options, images
         self._variables = {**options.variables, **tokenizer.named}
         if holds(dict(options.variables), PRIVATE):
             raise DataError(f"data.chat_template_kwargs {_HOLDS_PRIVATE}")
@@ -78,10 +88,13 @@ class ChatEncoder:
             *(_VERSION, tokenizer.fingerprint, templates.default.text, templates.with_tools.text, self._variables),
             *(options.loss_on, options.special_tokens_in_text, options.date),
         ]
+        decisive += [] if images is None else [images.fingerprint]
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
-    def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        conversation = conversation_of(record, self._options.ignored, self._options.loss_on)
+    def encode(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:
+        """Encodes a record; its image files count from `folder`."""
+        read_image = None if self._images is None else image_reader(self._images, folder)
+        conversation = conversation_of(record, self._options.ignored, self._options.loss_on, read_image)
         form, conversation = self._read(conversation)
         try:
             return self._sample(form, conversation)
@@ -96,12 +109,14 @@ class ChatEncoder:
             self._check_prompt(rendering.text, encoded, answer)
         stops = [span for id_, span in zip(encoded.ids, encoded.offsets) if id_ in self.stop_ids()]
         weighed, open_weight = up_to_stops(rendering, stops, len(conversation.messages), self._stops)
-        ids, weights = encoded.ids, token_weights(encoded, weighed)
+        ids, weights = np.array(encoded.ids, np.int32), token_weights(encoded, weighed)
         if open_weight is not None:
-            ids, weights = [*ids, self._tokenizer.eos_id], np.append(weights, np.float32(open_weight))
+            ids, weights = np.append(ids, np.int32(self._tokenizer.eos_id)), np.append(weights, np.float32(open_weight))
+        if self._images is not None:
+            ids, weights = with_features(ids, weights, conversation.images, self._images)
         if not weights[1:].any():
             raise DataError("has no token to train under this template; remove the line")
-        return TokenizedSample(np.array(ids, np.int32), weights, conversation.weight)
+        return TokenizedSample(ids, weights, conversation.weight, images=conversation.images)
 
     def _advice(self, form: _Format, conversation: Conversation, fault: UntrainableError) -> str:
         """Returns advice for the user; suggests a setting only if the conversation is accepted with it."""
@@ -335,7 +350,10 @@ def _with_lists(
 
 
 def _marked(parts: list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{**part, "text": with_mark(part["text"], _PART), _KEY: _KEY} for part in parts]
+    if not any(part.get("text", "").strip() for part in parts):
+        parts = [*parts, {"type": "text", "text": "."}]  # beside images alone
+    marked = [{**part, "text": with_mark(part["text"], _PART)} if "text" in part else part for part in parts]
+    return [{**part, _KEY: _KEY} for part in marked]
 
 
 class _Format:
@@ -345,6 +363,23 @@ class _Format:
         self.template = template
         self.sandbox = Sandbox(template.text, f"chat template {template.origin}", options.date, options.limits)
         self.marks_answers = _MARKS_ANSWERS.search(template.text) is not None
+
+
+def with_features(
+    ids: NDArray[np.int32], weights: NDArray[np.float32], images: Sequence[EncodedImage], processor: ImageProcessor
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Repeats the token of each image for each of its features; none of these is in the loss."""
+    is_image = ids == processor.image_token
+    if is_image.sum() != len(images):
+        raise DataError(
+            f"has {len(images)} image(s), but the template writes {is_image.sum()} token(s) for images "
+            f"({processor.image_token}); give data.chat_template a template that shows each image once"
+        )
+    if len(ids) and is_image[-1]:
+        raise DataError("ends with an image, after which nothing is predicted; remove it")
+    counts = np.ones(len(ids), np.int64)
+    counts[is_image] = [processor.num_features(image.grid) for image in images]
+    return np.repeat(ids, counts), np.repeat(np.where(is_image, np.float32(0), weights), counts)
 
 
 def token_weights(encoded: EncodedText, weighed: Sequence[Weighed]) -> NDArray[np.float32]:

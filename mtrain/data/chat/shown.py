@@ -93,7 +93,11 @@ def _contents(
     """Returns name, text and path of each text of a content."""
     if isinstance(content, str):
         return [("content", content, path)]
-    return [(f"content[{index}]", part["text"], (*path, index, "text")) for index, part in enumerate(content)]
+    return [
+        (f"content[{index}]", part["text"], (*path, index, "text"))
+        for index, part in enumerate(content)
+        if "text" in part
+    ]
 
 
 def _pieces(

@@ -11,8 +11,11 @@ from mtrain.base.errors import DataError
 from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.core.batch.choices import MAKERS, shaped_experts
 
-_MEDIA = frozenset({"image", "images", "image_url", "video", "videos", "audio", "audios"})
+IMAGE_KEYS = ("images", "image")
+"""Columns of images, which the messages of a record name."""
+_MEDIA = frozenset({*IMAGE_KEYS, "image_url", "video", "videos", "audio", "audios"})
 """Keys of images, video and audio in data for multimodal models."""
+IMAGES_NEED = "images are read only in finetuning on conversations, for a model with model.vision"
 
 
 def check_keys(record: dict[str, Any], known: Set[str], ignored: Set[str], prefix: str = "") -> None:
@@ -24,9 +27,10 @@ def check_keys(record: dict[str, Any], known: Set[str], ignored: Set[str], prefi
     """
     unknown = next((key for key in record if key not in known and key not in ignored), None)
     if unknown in _MEDIA:
+        why = IMAGES_NEED if unknown in IMAGE_KEYS else "neither video nor audio is read"
         raise DataError(
-            f"{prefix}has the key {unknown!r}, but only text is read; leave the record out, or name the key in "
-            "data.ignore_keys to train on its text alone"
+            f"{prefix}has the key {unknown!r}, but {why}; leave the record out, or name the key in data.ignore_keys to "
+            "train on its text alone"
         )
     if unknown is not None:
         raise DataError(

@@ -13,6 +13,7 @@ packed, padded and sent as tokens are; only the label is in the loss.
 import math
 from collections.abc import Mapping, Set
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, assert_never
 
 import numpy as np
@@ -20,10 +21,11 @@ import numpy as np
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
 from mtrain.config.schema.output import HeadOutput
-from mtrain.core.batch.sample import SampleEncoder, TokenizedSample
+from mtrain.core.batch.sample import HERE, SampleEncoder, TokenizedSample
 from mtrain.data.chat.conversation import untrained
 from mtrain.data.encoding.checks import check_keys, check_text
 from mtrain.data.encoding.encoder import RecordEncoder
+from mtrain.hf.images import ImageProcessor
 from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 _SHARED_KEYS = frozenset({"weight", "tools", "chat_template_kwargs"})
@@ -42,6 +44,7 @@ def source_encoder(
     compares: Literal["pairs", "answers"] | None,
     head: HeadOutput | None = None,
     is_number: bool = False,
+    images: ImageProcessor | None = None,
 ) -> SampleEncoder:
     """Builds the encoder of a source's records; as cheap as `RecordEncoder`.
 
@@ -49,8 +52,9 @@ def source_encoder(
         compares: Form of records of compared answers; None if a record is one sequence.
         head: Head that judges sequences, if the model has one.
         is_number: Whether a label is any number instead of a class.
+        images: Processor of the images of records of one sequence; None refuses images.
     """
-    encoder = RecordEncoder(section, tokenizer)
+    encoder = RecordEncoder(section, tokenizer, images if compares is None and head is None else None)
     ignored = frozenset(section.ignore_keys)
     if compares is not None:
         return PreferenceEncoder(encoder, compares, ignored, is_judged=head is not None)
@@ -75,7 +79,7 @@ class LabelEncoder:
         form = "a number" if is_number else f"{head.rows} labels"
         self.fingerprint = f"{encoder.fingerprint} {form} {_LABEL_VERSION}"
 
-    def encode(self, record: dict[str, Any]) -> TokenizedSample:
+    def encode(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:
         record = self._encoder.renamed(record)
         label = record.get("label")
         unlabelled = {name: value for name, value in record.items() if name != "label"}
@@ -127,7 +131,7 @@ class PreferenceEncoder:
         self._encoder, self._compares, self._ignored, self._is_judged = encoder, compares, ignored, is_judged
         self.fingerprint = f"{encoder.fingerprint} {compares} {_PREFERENCE_VERSION}{' judged' if is_judged else ''}"
 
-    def encode(self, record: dict[str, Any]) -> tuple[TokenizedSample, ...]:
+    def encode(self, record: dict[str, Any], folder: Path = HERE) -> tuple[TokenizedSample, ...]:
         record = self._encoder.renamed(record)
         match self._compares:
             case "pairs":

@@ -4,16 +4,18 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, assert_never
 
 from mtrain.base.errors import DataError
 from mtrain.config.extras import key_and_sizes
 from mtrain.config.schema.data import SftSection
-from mtrain.core.batch.sample import TokenizedSample
+from mtrain.core.batch.sample import HERE, TokenizedSample
 from mtrain.data.chat.conversation import untrained
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import TEMPLATE_FILE, chosen_templates, template_files
 from mtrain.data.encoding.checks import token_extras
+from mtrain.data.encoding.images import with_column
 from mtrain.data.encoding.plain import (
     PLAIN_TEMPLATE,
     TextPart,
@@ -27,6 +29,7 @@ from mtrain.data.encoding.plain import (
     tokens_sample,
     with_response,
 )
+from mtrain.hf.images import ImageProcessor
 from mtrain.hf.tokenizer.tokenizer import Tokenizer, tokenizer_file
 
 PLAIN = "plain"
@@ -34,7 +37,7 @@ PLAIN = "plain"
 _CONVERSATIONS = ("messages", "sharegpt", "alpaca")
 
 
-def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | None:
+def chat_encoder(section: SftSection, tokenizer: Tokenizer, images: ImageProcessor | None = None) -> ChatEncoder | None:
     """Builds the encoder of conversations; None without a template, or for the plain form."""
     if section.chat_template == PLAIN:
         return None
@@ -48,7 +51,7 @@ def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | Non
         section.chat_date,
         section.chat_template_kwargs,
     )
-    return ChatEncoder(templates, tokenizer, options)
+    return ChatEncoder(templates, tokenizer, options, images)
 
 
 def trained_templates(section: SftSection) -> dict[str, str]:
@@ -81,8 +84,10 @@ def _refuse_known_form(record: dict[str, Any]) -> None:
 class RecordEncoder:
     """A `SampleEncoder` for all forms of single sequences; cheap, so each worker process may build its own."""
 
-    def __init__(self, section: SftSection, tokenizer: Tokenizer) -> None:
-        self._section, self._tokenizer, self._chat = section, tokenizer, chat_encoder(section, tokenizer)
+    def __init__(self, section: SftSection, tokenizer: Tokenizer, images: ImageProcessor | None = None) -> None:
+        """`images` processes the images of conversations; None refuses them."""
+        self._section, self._tokenizer, self._images = section, tokenizer, images
+        self._chat = chat_encoder(section, tokenizer, images)
         self._ignored = frozenset(section.ignore_keys)
         self.fingerprint = self._fingerprint()
 
@@ -91,6 +96,7 @@ class RecordEncoder:
         options: list[object] = [self._section.loss_on, self._section.special_tokens_in_text]
         bos, begin = self._tokenizer.bos_id, list(self._tokenizer.begin_ids)
         options += [] if begin == [bos] or (bos is None and not begin) else [begin]  # version 0.1.0 used any bos
+        options += [] if self._images is None else [self._images.fingerprint]
         if self._chat is not None or options == ["all_answers", False]:
             return base  # without a template, runs of version 0.1.0 know their data by the fingerprint of the tokenizer
         return hashlib.sha256(json.dumps([base, *options]).encode()).hexdigest()
@@ -111,50 +117,50 @@ class RecordEncoder:
             raise DataError(f"has {twice!r} and another key that data.columns renames to it; remove one of the two")
         return dict(zip(names, record.values()))
 
-    def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a record as one sequence, with its extras."""
+    def encode(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:
+        """Encodes a record as one sequence, with its extras; its image files count from `folder`."""
         record = self.renamed(record)
         sizes = dict(key_and_sizes(extra) for extra in self._section.extras)
-        if not sizes:
-            return self._encode(record)
-        sample = self._encode({key: value for key, value in record.items() if key not in sizes})
-        return replace(sample, extras=token_extras(record, sizes, len(sample.ids)))
+        sample = self._encode({key: value for key, value in record.items() if key not in sizes}, folder)
+        if self._images is not None and not sample.images and (sample.ids == self._images.image_token).any():
+            raise DataError(f"has the token of images, {self._images.image_token}, but no image; remove it")
+        return replace(sample, extras=token_extras(record, sizes, len(sample.ids))) if sizes else sample
 
-    def _encode(self, record: dict[str, Any]) -> TokenizedSample:
+    def _encode(self, record: dict[str, Any], folder: Path) -> TokenizedSample:
         match self._section.format:
             case "auto":
-                return self._of_any_form(record)
+                return self._of_any_form(record, folder)
             case "messages":
-                return self.conversation(record)
+                return self.conversation(record, folder)
             case "prompt_response":
-                return self.pair(record)
+                return self.pair(record, folder)
             case "text":
                 return self.text(record)
             case "tokens":
                 return self.tokens(record)
             case "sharegpt":
-                return self.conversation(sharegpt_as_messages(record, self._ignored))
+                return self.conversation(sharegpt_as_messages(record, self._ignored), folder)
             case "alpaca":
-                return self.conversation(alpaca_as_messages(record, self._ignored))
+                return self.conversation(alpaca_as_messages(record, self._ignored), folder)
             case "preference" | "unpaired_preference":
                 raise AssertionError("records of several sequences have an encoder of their own")
             case _:
                 assert_never(self._section.format)
 
-    def _of_any_form(self, record: dict[str, Any]) -> TokenizedSample:
+    def _of_any_form(self, record: dict[str, Any], folder: Path) -> TokenizedSample:
         if "messages" in record and ("prompt" in record or "response" in record):
             raise DataError("has messages as well as prompt or response; keep one of the two forms")
         if "messages" in record:
-            return self.conversation(record)
+            return self.conversation(record, folder)
         if "input_ids" in record:
             return self.tokens(record)
         if "prompt" not in record:
             _refuse_known_form(record)
-        return self.pair(record)
+        return self.pair(record, folder)
 
-    def conversation(self, record: dict[str, Any]) -> TokenizedSample:
+    def conversation(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:
         if self._chat is not None:
-            return self._chat.encode(record)
+            return self._chat.encode(record if self._images is None else with_column(record), folder)
         if self._section.chat_template != PLAIN:
             raise DataError(
                 f"has messages, but {self._tokenizer.path.parent} has no chat template; use the tokenizer's folder "
@@ -165,13 +171,13 @@ class RecordEncoder:
             raise DataError("has no 'messages'; a line needs messages, or another data.format")
         return self._plain(chat_parts(record, self._ignored, self._section.loss_on), record)
 
-    def pair(self, record: dict[str, Any]) -> TokenizedSample:
+    def pair(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:
         """Encodes a prompt and a response: two texts, or two lists of messages; only the response is in the loss."""
         pair = with_response(record)
         prompt, response = pair.get("prompt"), pair.get("response")
         if isinstance(prompt, list) and isinstance(response, list):
             options = {key: value for key, value in pair.items() if key not in ("prompt", "response")}
-            return self.conversation({"messages": [*map(untrained, prompt), *response], **options})
+            return self.conversation({"messages": [*map(untrained, prompt), *response], **options}, folder)
         return self._plain(pair_parts(pair, self._ignored), pair)
 
     def joined_pair(self, record: dict[str, Any]) -> TokenizedSample:

@@ -21,7 +21,7 @@ from mtrain.base.errors import DataError
 from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.chat.conversation import ANSWERS, LossOn, answers_in_loss
 from mtrain.data.chat.spans import num_common
-from mtrain.data.encoding.checks import check_keys, check_text, check_weight
+from mtrain.data.encoding.checks import IMAGE_KEYS, check_keys, check_text, check_weight
 from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 PLAIN_TEMPLATE = (
@@ -160,8 +160,8 @@ def _checked_messages(messages: object) -> list[dict[str, Any]]:
     return messages
 
 
-_ALPACA_KEYS = frozenset({"instruction", "input", "output", "system", "history", "weight"})
-_SHAREGPT_KEYS = frozenset({"conversations", "system", "tools", "weight"})
+_ALPACA_KEYS = frozenset({"instruction", "input", "output", "system", "history", "weight", *IMAGE_KEYS})
+_SHAREGPT_KEYS = frozenset({"conversations", "system", "tools", "weight", *IMAGE_KEYS})
 _TURN_KEYS = frozenset({"from", "value", "weight", "train"})
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -196,7 +196,7 @@ def alpaca_as_messages(record: dict[str, Any], ignored: Set[str]) -> dict[str, A
         question += "\n" + check_text(record["input"], "'input'")
     messages.append({"role": "user", "content": question})
     messages.append({"role": "assistant", "content": check_text(record.get("output"), "'output'")})
-    return {"messages": messages, "weight": record.get("weight", 1.0)}
+    return {"messages": messages, "weight": record.get("weight", 1.0), **_images_of(record)}
 
 
 def sharegpt_as_messages(record: dict[str, Any], ignored: Set[str]) -> dict[str, Any]:
@@ -211,7 +211,11 @@ def sharegpt_as_messages(record: dict[str, Any], ignored: Set[str]) -> dict[str,
     messages += [_message_of_turn(turn, ignored, f"conversations[{number}]") for number, turn in enumerate(turns)]
     # without tools, their JSON is an empty text
     known = {key: record[key] for key in ("tools", "weight") if record.get(key) not in (None, "")}
-    return {"messages": messages, **known}
+    return {"messages": messages, **known, **_images_of(record)}
+
+
+def _images_of(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: record[key] for key in IMAGE_KEYS if key in record}
 
 
 def _message_of_turn(turn: object, ignored: Set[str], path: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class PreferenceDataset:
         numbers: Numbers of the groups that are used, counted from 0.
         is_judged: Whether a head judges pairs: a label follows each sequence, which no cut removes, and the pair
             has a margin."""
-        self._seq_length, self._too_long = seq_length, too_long = limit
+        self._seq_length, self._too_long, _ = seq_length, too_long, _ = limit
         self.cache, self._compares, self._is_judged = cache, compares, is_judged
         self._groups, self._numbers = np.arange(numbers.start, numbers.stop), numbers
         lengths = self._whole_lengths(np.repeat(self._groups, 2), np.tile([0, 1], len(self._groups))).reshape(-1, 2)

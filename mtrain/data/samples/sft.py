@@ -12,7 +12,7 @@ anything to learn is an empty sequence (loss.empty_sequences).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, assert_never
 
@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.config.extras import ROUTED_EXPERTS, choice_columns
-from mtrain.core.batch.sample import Sample, TokenizedSample, shifted, with_label
+from mtrain.core.batch.sample import EncodedImage, Sample, TokenizedSample, shifted, with_label
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.formats.recognise import FileKind
+from mtrain.data.samples.images import encoded_images, images_of, outside, spans, split
+from mtrain.hf.images import ImageProcessor
 
 TooLong = Literal["end", "start", "drop", "refuse", "split"]
 
@@ -34,6 +36,8 @@ class RowLimit(NamedTuple):
     seq_length: int
     too_long: TooLong
     """Treatment of sequences of more than seq_length + 1 tokens."""
+    images: ImageProcessor | None = None
+    """Processor of the images of sequences, which no cut divides; None for a model that reads text."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,11 @@ class TooLongCounts:
     """Pieces with nothing left to learn; split leaves them out."""
 
 
-def pieces_of(cache: TokenCache, numbers: range, seq_length: int, too_long: TooLong) -> tuple[Pieces, TooLongCounts]:
+def pieces_of(
+    cache: TokenCache, numbers: range, seq_length: int, too_long: TooLong, images: ImageProcessor | None = None
+) -> tuple[Pieces, TooLongCounts]:
     """Cuts samples into the pieces to train. Pieces of a split sample overlap by one token, so that each of its tokens
-    but the first is predicted once; those without a token to learn are left out."""
+    but the first is predicted once; those without a token to learn are left out. No cut is inside an image."""
     lengths = cache.lengths[numbers.start : numbers.stop]
     most = seq_length + 1
     is_long = lengths > most
@@ -77,13 +83,20 @@ def pieces_of(cache: TokenCache, numbers: range, seq_length: int, too_long: TooL
     whole = Pieces(samples, np.zeros_like(samples), np.minimum(lengths, most))
     if not is_long.any():
         return whole, TooLongCounts()
-    count, excess = int(is_long.sum()), int((lengths[is_long] - most).sum())
+    count = int(is_long.sum())
+    shown = {}
+    if images is not None and cache.images is not None:
+        shown = {index: spans(cache, numbers.start + index, images) for index in map(int, np.flatnonzero(is_long))}
     match too_long:
-        case "end":
-            return whole, TooLongCounts(count, excess, empty=_num_empty(cache, whole.only(is_long)))
-        case "start":
-            late = Pieces(samples, lengths - whole.sizes, whole.sizes)
-            return late, TooLongCounts(count, excess, empty=_num_empty(cache, late.only(is_long)))
+        case "end" | "start":
+            for index, places in shown.items():
+                if too_long == "end":
+                    whole.sizes[index] = outside(places, seq_length, "earlier") + 1
+                else:
+                    whole.sizes[index] = lengths[index] - outside(places, int(lengths[index]) - most, "later")
+            cut = whole if too_long == "end" else Pieces(samples, lengths - whole.sizes, whole.sizes)
+            lost = int((lengths - cut.sizes)[is_long].sum())
+            return cut, TooLongCounts(count, lost, empty=_num_empty(cache, cut.only(is_long)))
         case "drop":
             return whole.only(~is_long), TooLongCounts(count, int(lengths[is_long].sum()))
         case "refuse":
@@ -94,7 +107,7 @@ def pieces_of(cache: TokenCache, numbers: range, seq_length: int, too_long: TooL
                 "to end, start, split or drop"
             )
         case "split":
-            pieces = _split(samples, lengths, seq_length)
+            pieces = _split_around(cache, numbers, _split(samples, lengths, seq_length), seq_length, shown)
             is_empty = is_long[pieces.samples - numbers.start] & (num_trained(cache, pieces) == 0)
             split = int(is_long[pieces.samples - numbers.start].sum())
             return pieces.only(~is_empty), TooLongCounts(count, 0, split, int(is_empty.sum()))
@@ -115,6 +128,25 @@ def _split(samples: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: i
     turn = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
     starts = turn * seq_length
     return Pieces(np.repeat(samples, counts), starts, np.minimum(np.repeat(lengths, counts) - starts, seq_length + 1))
+
+
+def _split_around(
+    cache: TokenCache, numbers: range, pieces: Pieces, seq_length: int, shown: Mapping[int, NDArray[np.int64]]
+) -> Pieces:
+    """Splits the samples with images anew; `shown` has the spans of their images by index in `numbers`."""
+    anew = {numbers.start + index: places for index, places in shown.items() if len(places)}
+    if not anew:
+        return pieces
+    kept = pieces.only(~np.isin(pieces.samples, list(anew)))
+    rows = []
+    for number, places in anew.items():
+        try:
+            rows += [(number, *piece) for piece in split(places, int(cache.lengths[number]), seq_length)]
+        except DataError as fault:
+            raise DataError(f"{cache.location(number)}: {fault}") from None
+    joined = [np.concatenate([old, new]) for old, new in zip((kept.samples, kept.starts, kept.sizes), np.array(rows).T)]
+    order = np.lexsort((joined[1], joined[0]))
+    return Pieces(*(values[order] for values in joined))
 
 
 def _num_empty(cache: TokenCache, pieces: Pieces) -> int:
@@ -175,10 +207,10 @@ class SftDataset:
         """Args:
         numbers: Numbers of the samples that are used, counted from 0.
         extras: Values that the cache has for each token in addition to its weight."""
-        self._seq_length, self._too_long = seq_length, too_long = limit
+        self._seq_length, self._too_long, self._images = seq_length, too_long, images = limit
         self.cache, self._numbers, self._extras, self._is_judged = cache, numbers, tuple(extras), is_judged
         self._pieces: Pieces
-        self._pieces, self.too_long = pieces_of(cache, numbers, seq_length, too_long)
+        self._pieces, self.too_long = pieces_of(cache, numbers, seq_length, too_long, images)
         if not len(self._pieces):
             lost = f"{self.too_long.samples} were left out as longer than {seq_length + 1} tokens"
             raise DataError(
@@ -186,18 +218,33 @@ class SftDataset:
                 f"({lost}); give more of them, another data.split or a larger data.seq_length"
             )
         self.fingerprint = f"{cache.fingerprint}-{numbers.start}-{numbers.stop}-{seq_length}-{too_long}"
+        if cache.images is not None and images is not None:
+            self.fingerprint += f"-{images.fingerprint}"
 
     def __len__(self) -> int:
         return len(self._pieces)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Returns a sample; the same in every epoch."""
-        record = self.cache.read(int(self._pieces.samples[index]))
-        start = int(self._pieces.starts[index])
-        end = start + int(self._pieces.sizes[index])
+        record, start, end = self._piece(index)
         if self._is_judged and end < len(record.ids):
             record = with_label(record, end)
-        return sample_of_record(record, start, end, self._extras)
+        sample = sample_of_record(record, start, end, self._extras)
+        if self._images is None or not record.images:
+            return sample
+        try:
+            return replace(sample, images=images_of(record, start, end, self._images))
+        except DataError as fault:
+            raise DataError(f"{self.location(index)}: an image {fault}") from None
+
+    def images(self, index: int) -> tuple[EncodedImage, ...]:
+        """Returns the images of a sample as they are stored, for display."""
+        return () if self._images is None else encoded_images(*self._piece(index), self._images)
+
+    def _piece(self, index: int) -> tuple[TokenizedSample, int, int]:
+        """Returns the record of a sample, and the sample's first token and end in it."""
+        start = int(self._pieces.starts[index])
+        return self.cache.read(int(self._pieces.samples[index])), start, start + int(self._pieces.sizes[index])
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns [n]: positions that samples take in rows, at least 1, without reading them."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mtrain.base.errors import DataError
-from mtrain.core.batch.sample import TokenizedSample
+from mtrain.core.batch.sample import HERE, TokenizedSample
 
 COUNT_FILE = "MTRAIN_TEST_ENCODED"
 """Environment variable with the name of a file that grows by a byte with every record that any process encodes."""
@@ -21,7 +21,7 @@ class ByteEncoder:
 
     fingerprint = "bytes"
 
-    def encode(self, record: dict[str, Any]) -> TokenizedSample:
+    def encode(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:
         """Encodes the bytes of one record."""
         if COUNT_FILE in os.environ:
             with Path(os.environ[COUNT_FILE]).open("ab") as file:
@@ -37,7 +37,7 @@ class ByteEncoder:
 class FatalEncoder(ByteEncoder):
     """Encoder whose process dies of a record."""
 
-    def encode(self, record: dict[str, Any]) -> TokenizedSample:
+    def encode(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:
         """Ends the process."""
         os._exit(9)
 
@@ -45,7 +45,7 @@ class FatalEncoder(ByteEncoder):
 class EndlessEncoder(ByteEncoder):
     """Encoder that never finishes a record."""
 
-    def encode(self, record: dict[str, Any]) -> TokenizedSample:
+    def encode(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:
         """Encodes the record, then waits forever."""
         super().encode(record)
         while True:

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError, MachineError
+from mtrain.core.batch.sample import HERE
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import OF_SAMPLES, TokenCache, runs_of
 from mtrain.data.cache.opening import CacheOptions, content_of, default_folder, token_cache
@@ -196,7 +197,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     path = write(tmp_path / "a.jsonl")
 
     class Appending(ByteEncoder):
-        def encode(self, record: dict[str, Any]) -> Any:
+        def encode(self, record: dict[str, Any], folder: Path = HERE) -> Any:
             path.touch()
             return super().encode(record)
 
@@ -236,7 +237,7 @@ def test_a_flipped_bit_in_the_index_makes_the_entry_anew(name: str, tmp_path: Pa
     flipped(folder / name)
     cache = opened(path, tmp_path / "cache", say=lines.append)
     assert bytes(cache.read(0).ids.tolist()).decode() == TEXTS[0]
-    assert f"is damaged ({name}" in lines[0]
+    assert f"cannot be used ({name}" in lines[0]
     assert (folder / name).read_bytes() == whole
 
 

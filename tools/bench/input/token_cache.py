@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from mtrain.core.batch.sample import TokenizedSample
+from mtrain.core.batch.sample import HERE, TokenizedSample
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.opening import CacheOptions, token_cache
 from mtrain.data.formats.record_files import record_files
@@ -33,7 +33,7 @@ class BytesEncoder:
 
     fingerprint = "bytes"
 
-    def encode(self, record: dict[str, Any]) -> TokenizedSample:
+    def encode(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:
         """Encodes one record, as `SampleEncoder` requires."""
         parts = [record["prompt"].encode(), record["response"].encode()]
         ids = np.frombuffer(b"".join(parts), np.uint8).astype(np.int32)

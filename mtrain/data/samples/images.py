@@ -1,0 +1,73 @@
+"""Images of samples: cuts that leave them whole, and the patches, places and positions of a piece."""
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.base.errors import DataError
+from mtrain.core.batch.images import SampleImages
+from mtrain.core.batch.sample import EncodedImage, TokenizedSample
+from mtrain.data.cache.entry import TokenCache
+from mtrain.hf.images import ImageProcessor
+
+
+def spans(cache: TokenCache, index: int, processor: ImageProcessor) -> NDArray[np.int64]:
+    """Returns the first token and the end of each image of a sample, [images, 2]."""
+    if cache.images is None:
+        return np.empty((0, 2), np.int64)
+    tokens = np.flatnonzero(cache.ids(index) == processor.image_token)
+    counts = [processor.num_features(grid) for grid in cache.images.grids[cache.images.of_sample(index)]]
+    ends = np.cumsum(counts, dtype=np.int64)
+    return np.stack([tokens[ends - counts], tokens[ends - 1] + 1], axis=1) if counts else np.empty((0, 2), np.int64)
+
+
+def outside(spans: NDArray[np.int64], cut: int, to: Literal["earlier", "later"]) -> int:
+    """Moves a cut before the token `cut` out of an image."""
+    inside = spans[(spans[:, 0] < cut) & (cut < spans[:, 1])]
+    return int(inside[0, 0 if to == "earlier" else 1]) if len(inside) else cut
+
+
+def split(spans: NDArray[np.int64], length: int, seq_length: int) -> list[tuple[int, int]]:
+    """Cuts a sample into pieces of at most seq_length + 1 tokens, (start, size), which overlap by one token; raises
+    DataError if an image is longer than a piece."""
+    pieces, start = [], 0
+    while length - start > seq_length + 1:
+        end = outside(spans, start + seq_length, "earlier")
+        if end <= start:
+            raise DataError(
+                f"has an image of {int(np.diff(spans[spans[:, 0] == start])[0, 0])} tokens, which is not split, but "
+                f"data.seq_length={seq_length}; raise it, lower data.images.max_pixels, or set data.too_long=drop"
+            )
+        pieces.append((start, end - start + 1))
+        start = end
+    return [*pieces, (start, length - start)]
+
+
+def encoded_images(
+    record: TokenizedSample, start: int, end: int, processor: ImageProcessor
+) -> tuple[EncodedImage, ...]:
+    """Returns the images among the tokens `start` to before `end` of a record, the last of which is only predicted."""
+    is_image = record.ids == processor.image_token
+    counts = [int(is_image[:cut].sum()) for cut in (start, max(start, end - 1))]
+    features = np.cumsum([processor.num_features(image.grid) for image in record.images])
+    first, stop = np.searchsorted(features, counts, side="right")
+    return record.images[first:stop]
+
+
+def images_of(record: TokenizedSample, start: int, end: int, processor: ImageProcessor) -> SampleImages | None:
+    """Processes the images of `encoded_images`; None for text alone."""
+    images = encoded_images(record, start, end, processor)
+    if not images:
+        return None
+    patches = [processor.patches(image.content) for image in images]
+    grids = np.array([image.grid for image in images], np.int64)
+    if not np.array_equal(grids, [patch.grid for patch in patches]):
+        raise DataError(
+            "is resized to other rows and columns than when the data were tokenised; use the same version of "
+            "transformers, or remove the token cache (data.cache_dir)"
+        )
+    ids = record.ids[start : end - 1]
+    is_image = ids == processor.image_token
+    places = np.where(is_image, np.cumsum(is_image) - 1, -1)
+    return SampleImages(np.concatenate([each.pixels for each in patches]), grids, places, processor.axes(ids, grids))

@@ -1,0 +1,196 @@
+"""Image processors of transformers: from an image to the patches that a folder's vision tower reads."""
+
+import base64
+import hashlib
+import io
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.base.errors import DataError, MachineError
+from mtrain.hf.schema.files import read_json
+
+PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
+"""Files that describe an image processor; transformers prefers the first one."""
+_WIDE_MODES = ("I", "F")
+"""First letters of the modes of Pillow with more than 8 bits a channel, all of them grey."""
+_LONGEST_FAULT = 200
+
+
+class Patches(NamedTuple):
+    pixels: NDArray[np.float32]
+    """[patches, numbers of a patch], as in `pixel_values`."""
+    grid: NDArray[np.int64]
+    """[3]: frames, rows and columns, as in `image_grid_thw`."""
+
+
+class ImageProcessor:
+    """The image processor that AutoProcessor of transformers takes from a folder, loaded at the first image.
+
+    It reads, turns, converts and resizes images itself, so its patches are those of transformers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        image_token: int,
+        merge_size: int,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> None:
+        """Args:
+        image_token: Id of the token that stands for a feature of an image.
+        merge_size: Number m: m x m patches become one feature.
+        min_pixels: Smallest area of a resized image, in pixels; None: the folder's.
+        max_pixels: Largest area of a resized image, in pixels; None: the folder's.
+        """
+        self._arguments = (folder, image_token, merge_size, min_pixels, max_pixels)
+        self.image_token, self._merge_size = image_token, merge_size
+        self._folder, self._limits = folder, {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+        files = {name: read_json(folder / name) for name in PROCESSOR_NAMES if (folder / name).is_file()}
+        if not files:
+            raise DataError(
+                f"{folder} has no {' or '.join(reversed(PROCESSOR_NAMES))}, which says how its model reads images; set "
+                "data.tokenizer to the folder of a model that reads images"
+            )
+        # transformers resizes by torchvision where it is installed, and else by Pillow, with other pixels
+        backend = "pillow" if find_spec("torchvision") is None else "torchvision"
+        decisive = [files, image_token, merge_size, min_pixels, max_pixels, backend]
+        self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+        """Identifies the patches that an image becomes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the arguments; a process loads the processor itself."""
+        return ImageProcessor, self._arguments
+
+    def num_features(self, grid: Sequence[int] | NDArray[np.int64]) -> int:
+        """Returns the number of tokens that an image takes."""
+        return math.prod(map(int, grid)) // self._merge_size**2
+
+    def axes(self, ids: NDArray[np.int32], grids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the rotary positions of one document, [n, 3]: time, height and width, from 0.
+
+        A text token has the same number on all axes. An image takes the numbers from the one after the text before it,
+        by its own rows and columns of features; the text after it continues after the largest of them.
+
+        Source: transformers 5.24, modeling_qwen3_5.py, get_rope_index.
+
+        Args:
+            ids: Token ids with all features of each image, [n].
+            grids: Frames, rows and columns of the images in patches, [images, 3].
+        """
+        axes = np.empty((len(ids), 3), np.int64)
+        places = np.flatnonzero(ids == self.image_token)
+        token = position = feature = 0
+        for grid in grids:
+            frames, rows, columns = (int(grid[0]), *(int(size) // self._merge_size for size in grid[1:]))
+            first = int(places[feature])
+            position = _count(axes[token:first], position)
+            feature += frames * rows * columns
+            token = first + frames * rows * columns
+            axes[first:token] = position + np.indices((frames, rows, columns)).reshape(3, -1).T
+            position += max(rows, columns)
+        _count(axes[token:], position)
+        return axes
+
+    def check(self, content: bytes) -> None:
+        """Refuses an image that would lose its content silently, or fill the memory."""
+        Image = _pillow()  # noqa: N806 - a module
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                with Image.open(io.BytesIO(content)) as image:
+                    mode = image.mode
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+            raise DataError(f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels; scale it down") from None
+        except Exception as fault:  # whatever a damaged file makes a decoder raise
+            raise _unreadable(fault) from fault
+        if mode.startswith(_WIDE_MODES):
+            raise DataError(
+                f"has more than 8 bits a channel (Pillow's mode {mode}), which transformers would clip to white; "
+                "convert it to 8 bits"
+            )
+
+    def patches(self, content: bytes) -> Patches:
+        """Computes the patches of an image, the content of a file; errors do not say which image."""
+        processor = self._processor
+        url = f"data:image/any;base64,{base64.b64encode(content).decode()}"
+        more = {} if set(self._limits.values()) == {None} else {"size": self._sizes(processor)}
+        try:
+            # as in a conversation for AutoProcessor: the processor opens, turns and converts images in its own way
+            found = processor(processor.fetch_images([url]), return_tensors="np", **more)
+        except Exception as fault:
+            raise _unreadable(fault) from fault
+        if "image_grid_thw" not in found or processor.merge_size != self._merge_size:
+            raise DataError(
+                f"{type(processor).__name__} of {self._folder} does not make patches for model.vision (merge_size="
+                f"{self._merge_size}); set data.tokenizer to the folder of the model"
+            )
+        return Patches(np.asarray(found["pixel_values"], np.float32), np.asarray(found["image_grid_thw"], np.int64)[0])
+
+    def _sizes(self, processor: Any) -> dict[str, int]:
+        """Returns the smallest and the largest area of a resized image, under the names that transformers uses."""
+        sizes = {}
+        for name, limit in self._limits.items():
+            own = dict(processor.size).get(name)
+            if own is None:
+                raise DataError(
+                    f"{type(processor).__name__} has no limits on pixels; remove data.images.min_pixels and max_pixels"
+                )
+            sizes[name] = own if limit is None else limit
+        if sizes["shortest_edge"] > sizes["longest_edge"]:
+            raise DataError(
+                f"data.images.min_pixels={sizes['shortest_edge']} is above max_pixels={sizes['longest_edge']} (of "
+                f"{self._folder} where not set); change one of them"
+            )
+        return sizes
+
+    @cached_property
+    def _processor(self) -> Any:
+        _pillow()  # transformers would say later, and less clearly, that it is missing
+        from transformers import AutoImageProcessor
+
+        try:
+            # runs no code of the folder, and downloads nothing
+            return AutoImageProcessor.from_pretrained(self._folder, trust_remote_code=False, local_files_only=True)
+        except Exception as fault:
+            raise DataError(
+                f"{self._folder}: transformers cannot open its image processor ({_short(fault)}); download it again"
+            ) from fault
+
+
+def _pillow() -> Any:
+    """Imports Pillow's module of images, and sees to transformers, which are needed for images only."""
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        missing = "Pillow"
+    else:
+        if find_spec("transformers") is not None:
+            return Image
+        missing = "transformers"
+    raise MachineError(f"images need {missing}, which is not installed; run pip install mtrain[vision]")
+
+
+def _count(axes: NDArray[np.int64], first: int) -> int:
+    """Numbers text tokens on all axes; returns the number after the last."""
+    axes[:] = np.arange(first, first + len(axes))[:, None]
+    return first + len(axes)
+
+
+def _unreadable(fault: Exception) -> DataError:
+    return DataError(f"cannot be read ({_short(fault)}); replace it, or leave the record out")
+
+
+def _short(fault: Exception) -> str:
+    if type(fault).__name__ == "UnidentifiedImageError":  # whose text is the address of an object
+        return "it is in no format that Pillow knows"
+    return " ".join(str(fault).split())[:_LONGEST_FAULT] or type(fault).__name__
