@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-VOID = {"meta", "br", "hr", "link", "col"}
+VOID = {"img", "meta", "br", "hr", "link", "col"}
 
 
 @dataclass

@@ -19,18 +19,20 @@ from mtrain.core.batch.sample import SampleEncoder
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.cache.opening import CacheOptions, default_folder, token_cache
-from mtrain.data.encoding.compared import source_encoder
+from mtrain.data.encoding.compared import image_processor, source_encoder
 from mtrain.data.formats.record_files import left_out, record_files, source_files
+from mtrain.hf.images import ImageProcessor
 from mtrain.hf.tokenizer.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
 
 _NOT_OF_RECORDS = frozenset(
     {"train", "curriculum", "valid", "test", "split", "seq_length", "prefetch_steps", "tokenizer", "too_long"}
-    | {"packing", "on_bad", "max_bad", "cache_dir", "cache_check", "allow_other_tokenizer"}
+    | {"packing", "on_bad", "max_bad", "cache_dir", "cache_check", "allow_other_tokenizer", "images"}
 )
 """Keys that affect neither a record's tokens nor whether it is valid. Another value of any other key means another
-entry, even if the encoder's fingerprint ignores it: a record that one value refuses may be accepted by another."""
+entry, even if the encoder's fingerprint ignores it: a record that one value refuses may be accepted by another. The
+encoder's fingerprint has the processor of images."""
 _MOST_SHOWN = 3
 
 
@@ -50,7 +52,9 @@ class SftCaches:
         columns: Columns of extras if these are labels of records; None: those of `section`."""
         self._section, self._model, self._columns = section, model, columns or section.extra_columns
         self._added = tokenizer.added
-        self._of_records = (compares, model.head, bool(columns))
+        self.images = image_processor(section, model)
+        """Processor of images; None if the model reads text."""
+        self._of_records = (compares, model.head, bool(columns), self.images)
         # left out if empty, so that entries of versions without these keys remain valid
         empty = {key for key in ("extras", "columns", "chat_template_kwargs") if not getattr(section, key)}
         records = section.model_dump_json(exclude={*_NOT_OF_RECORDS, *empty})
@@ -97,9 +101,10 @@ def _new_encoder(
     compares: Literal["pairs", "answers"] | None,
     head: HeadOutput | None,
     is_number: bool,
+    images: ImageProcessor | None,
 ) -> SampleEncoder:
     assert section.tokenizer is not None  # a rule of the section
-    return source_encoder(section, load_tokenizer(section.tokenizer, added), compares, head, is_number)
+    return source_encoder(section, load_tokenizer(section.tokenizer, added), compares, head, is_number, images)
 
 
 def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:

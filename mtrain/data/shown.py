@@ -4,9 +4,10 @@ A token's weight is that of predicting it, in the main term and by its aggregati
 divided by the step's denominator it is the token's share of the loss.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -37,6 +38,8 @@ class ShownToken:
     weight: float
     """Weight of predicting the token; 0 if it is not trained."""
     begins_document: bool
+    picture: bytes | None = None
+    """Content of the image file whose tokens begin here; the text of its other tokens is empty."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None
         terms = aggregate(mask, _weight(sample, compares), config.loss, slot == 0)
         denominators.append(math.fsum(terms.denominator_weights))
         if slot < count:
-            tokens = tuple(_tokens(sample, terms.weights.tolist(), tokenizer))
+            tokens = tuple(_with_pictures(_tokens(sample, terms.weights.tolist(), tokenizer), stream, number, sample))
             experts, routed = sample.choices.get(ROUTED_EXPERTS), None
             if experts is not None:
                 routed = int((experts[:, choosing_layers(config.model)] >= 0).any(axis=(1, 2)).sum())
@@ -118,6 +121,30 @@ def _tokens(sample: Sample, weights: Sequence[float], tokenizer: Tokenizer | Non
         # position t predicts token t + 1, so nothing predicts the first one
         weight = 0.0 if number == 0 else weights[number - 1]
         yield ShownToken(id_, text, weight, number in edges)
+
+
+def _with_pictures(
+    tokens: Iterable[ShownToken], stream: SampleStream, number: int, sample: Sample
+) -> Iterator[ShownToken]:
+    """Shows each image by one text, at its first token."""
+    images = sample.images
+    if images is None:
+        yield from tokens
+        return
+    assert isinstance(stream, Blended), "random samples have no images"
+    position = stream.locate(number)
+    source = stream.sources[position.source]
+    assert isinstance(source, SftDataset), "other sources have no images"
+    contents = {}
+    merged = len(images.pixels) // int((images.places >= 0).sum())  # patches of a feature
+    ends = np.cumsum(images.grids.prod(axis=1)) // merged
+    for image, grid, end in zip(source.images(position.index), images.grids.tolist(), ends.tolist()):
+        count = math.prod(grid) // merged
+        contents[end - count] = (image.content, f"[image of {count} tokens]")
+    for token, place in itertools.zip_longest(tokens, images.places.tolist(), fillvalue=-1):
+        assert isinstance(token, ShownToken), "a sample has one token more than places"
+        content, text = contents.get(place, (None, ""))
+        yield token if place < 0 else replace(token, text=text, picture=content)
 
 
 def _text(tokenizer: Tokenizer, ids: Sequence[int], number: int) -> str:

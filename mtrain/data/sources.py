@@ -322,7 +322,7 @@ class Sources:
                     return self._open_preferences(data, tokens, split, compares)
                 numbers = _numbers(data, split, len(tokens))
                 columns = label_columns(self._config.loss) or data.extra_columns
-                limit = RowLimit(data.seq_length, data.too_long)
+                limit = RowLimit(data.seq_length, data.too_long, self._caches.images)
                 dataset = SftDataset(tokens, numbers, limit, columns, self._is_judged)
                 self._notes += [note for note in dataset.notes() if note not in self._notes]  # one file, several sets
                 return dataset

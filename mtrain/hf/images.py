@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError, MachineError
+from mtrain.config.schema.data import ImagesSection
+from mtrain.config.schema.vision import VisionSection
 from mtrain.hf.schema.files import read_json
 
 PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
@@ -38,32 +40,16 @@ class ImageProcessor:
     It reads, turns, converts and resizes images itself, so its patches are those of transformers.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        image_token: int,
-        merge_size: int,
-        min_pixels: int | None = None,
-        max_pixels: int | None = None,
-    ) -> None:
-        """Args:
-        image_token: Id of the token that stands for a feature of an image.
-        merge_size: Number m: m x m patches become one feature.
-        min_pixels: Smallest area of a resized image, in pixels; None: the folder's.
-        max_pixels: Largest area of a resized image, in pixels; None: the folder's.
-        """
-        self._arguments = (folder, image_token, merge_size, min_pixels, max_pixels)
-        self.image_token, self._merge_size = image_token, merge_size
-        self._folder, self._limits = folder, {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    def __init__(self, folder: Path, vision: VisionSection, limits: ImagesSection) -> None:
+        self._arguments = (folder, vision, limits)
+        self._folder, self._vision, self._merge_size = folder, vision, vision.merge_size
+        self._limits = {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
+        self.image_token = vision.image_token
+        """Id of the token that stands for a feature of an image."""
         files = {name: read_json(folder / name) for name in PROCESSOR_NAMES if (folder / name).is_file()}
-        if not files:
-            raise DataError(
-                f"{folder} has no {' or '.join(reversed(PROCESSOR_NAMES))}, which says how its model reads images; set "
-                "data.tokenizer to the folder of a model that reads images"
-            )
         # transformers resizes by torchvision where it is installed, and else by Pillow, with other pixels
         backend = "pillow" if find_spec("torchvision") is None else "torchvision"
-        decisive = [files, image_token, merge_size, min_pixels, max_pixels, backend]
+        decisive = [files, self.image_token, self._merge_size, self._limits, backend]
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
         """Identifies the patches that an image becomes."""
 
@@ -129,9 +115,11 @@ class ImageProcessor:
             found = processor(processor.fetch_images([url]), return_tensors="np", **more)
         except Exception as fault:
             raise _unreadable(fault) from fault
-        if "image_grid_thw" not in found or processor.merge_size != self._merge_size:
+        size, merge_size = np.shape(found["pixel_values"])[-1], getattr(processor, "merge_size", None)
+        if "image_grid_thw" not in found or merge_size != self._merge_size or size != self._vision.patch_elements:
             raise DataError(
-                f"{type(processor).__name__} of {self._folder} does not make patches for model.vision (merge_size="
+                f"becomes patches of {size} numbers (merge_size={merge_size}) by {type(processor).__name__} of "
+                f"{self._folder}, but model.vision reads {self._vision.patch_elements} (merge_size="
                 f"{self._merge_size}); set data.tokenizer to the folder of the model"
             )
         return Patches(np.asarray(found["pixel_values"], np.float32), np.asarray(found["image_grid_thw"], np.int64)[0])
@@ -156,6 +144,11 @@ class ImageProcessor:
     @cached_property
     def _processor(self) -> Any:
         _pillow()  # transformers would say later, and less clearly, that it is missing
+        if not any((self._folder / name).is_file() for name in PROCESSOR_NAMES):
+            raise DataError(
+                f"{self._folder} has no {' or '.join(reversed(PROCESSOR_NAMES))}, which says how its model reads "
+                "images; set data.tokenizer to the folder of a model that reads images"
+            )
         from transformers import AutoImageProcessor
 
         try:

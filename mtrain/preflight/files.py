@@ -63,6 +63,7 @@ def source_paths(data: FilesSection) -> list[str]:
 def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, findings: Findings) -> None:
     vocab_size, compares = config.model.vocab_size, compared(config.loss, data)
     from mtrain.data.encoding.compared import (
+        image_processor,
         source_encoder,  # loads jinja2 and its limited process, which pretraining does not need
     )
     from mtrain.data.formats.record_files import RecordFile, chunks, left_out, source_files
@@ -70,7 +71,8 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
     encoder = None
     with findings.looking():
         is_number = bool(label_columns(config.loss))
-        encoder = source_encoder(data, tokenizer, compares, config.model.head, is_number)
+        images = image_processor(data, config.model)
+        encoder = source_encoder(data, tokenizer, compares, config.model.head, is_number, images)
     if encoder is None:
         return
 
@@ -79,7 +81,7 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
         if chunk is None:
             raise DataError(f"{file.path} has no records; leave it out of {path}")
         try:
-            encoded = encoder.encode(chunk.record(0))
+            encoded = encoder.encode(chunk.record(0), file.path.parent)
         except DataError as fault:
             if data.on_bad == "refuse":
                 raise DataError(f"{file.place(1)}: {fault}") from None
@@ -114,10 +116,11 @@ def _is_learnable(data: SftSection, encoder: SampleEncoder) -> bool:
     from mtrain.data.formats.record_files import chunks, record_files
 
     for source in data.all_sources:
-        chunk = next(chunks(record_files(source.path)))
+        files = record_files(source.path)
+        chunk = next(chunks(files))
         for index in range(len(chunk)):
             try:
-                sample = encoder.encode(chunk.record(index))
+                sample = encoder.encode(chunk.record(index), files[chunk.file].path.parent)
             except DataError:
                 continue  # opening the data reports bad records
             # a record that fits its row has tokens to learn, unless its weight is 0

@@ -47,9 +47,10 @@ def _size(source: SampleSource, seq_length: int) -> str:
     if not isinstance(source, SftDataset | PreferenceDataset):
         return f"{len(source):,} samples of {seq_length:,} tokens"
     cache = source.cache
+    images = "" if cache.images is None else f" ({len(cache.images.grids):,} images among them)"
     too_long = float((cache.lengths > seq_length + 1).mean())
     return (
-        f"{cache.num_records:,} records, {cache.num_tokens:,} tokens, the longest sequence has "
+        f"{cache.num_records:,} records, {cache.num_tokens:,} tokens{images}, the longest sequence has "
         f"{cache.lengths.max():,}; {too_long:.1%} are longer than data.seq_length + 1"
     )
 

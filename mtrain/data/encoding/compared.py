@@ -18,15 +18,16 @@ from typing import Any, Literal, assert_never
 
 import numpy as np
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config.schema.data import SftSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput
 from mtrain.core.batch.sample import HERE, SampleEncoder, TokenizedSample
 from mtrain.data.chat.conversation import untrained
 from mtrain.data.encoding.checks import check_keys, check_text
 from mtrain.data.encoding.encoder import RecordEncoder
 from mtrain.hf.images import ImageProcessor
-from mtrain.hf.tokenizer.tokenizer import Tokenizer
+from mtrain.hf.tokenizer.tokenizer import Tokenizer, tokenizer_file
 
 _SHARED_KEYS = frozenset({"weight", "tools", "chat_template_kwargs"})
 _PAIR_KEYS = frozenset({"prompt", "chosen", "rejected"}) | _SHARED_KEYS
@@ -59,6 +60,18 @@ def source_encoder(
     if compares is not None:
         return PreferenceEncoder(encoder, compares, ignored, is_judged=head is not None)
     return encoder if head is None else LabelEncoder(encoder, head, ignored, is_number)
+
+
+def image_processor(section: SftSection, model: ModelSection) -> ImageProcessor | None:
+    """Returns the processor of the tokenizer's folder; None if the model reads text."""
+    vision, limits = model.vision, section.images
+    if vision is None:
+        given = next((f"{name}={value}" for name, value in limits.model_dump().items() if value is not None), None)
+        if given is not None:
+            raise ConfigError(f"data.images.{given} has no effect without model.vision; set that, or remove it")
+        return None
+    assert section.tokenizer is not None  # a rule of the section
+    return ImageProcessor(tokenizer_file(section.tokenizer).parent, vision, limits)
 
 
 def judged(sample: TokenizedSample, label: int = 0) -> TokenizedSample:

@@ -1,5 +1,6 @@
 """Renders pages from templates: single files that open without a network."""
 
+import base64
 import re
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def render(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )
     environment.filters["short"] = short
+    environment.filters["data_url"] = data_url
     environment.globals["swatch"] = swatch
     return _UNPRINTABLE.sub("\ufffd", environment.get_template(template).render(values))
 
@@ -35,6 +37,11 @@ def write_page(path: Path, page: str) -> None:
 def moment(iso: str) -> str:
     """Formats a time in UTC, such as `2026-11-27T04:29:09+00:00`, for people: `2026-11-27 04:29 UTC`."""
     return f"{iso[:10]} {iso[11:16]} UTC"
+
+
+def data_url(image: bytes) -> str:
+    """Puts an image into a page; a browser recognises its format by its first bytes."""
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
 def short(value: float) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import random
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from PIL import Image
 from tokenizers import Tokenizer
 from transformers import AutoImageProcessor, AutoTokenizer, Qwen3_5Model, Qwen3VLProcessor
 
+from mtrain.config.schema.data import ImagesSection
+from mtrain.config.schema.vision import VisionSection
 from mtrain.hf.images import ImageProcessor
 from tests.data.chat.cases import write_folder
 
@@ -52,9 +55,19 @@ def image_token(folder: Path) -> int:
     return token
 
 
-def processor_of(folder: Path, **limits: int) -> ImageProcessor:
+def vision_of(folder: Path, **changed: Any) -> dict[str, Any]:
+    """Returns the keys of a vision tower for the folder's image processor."""
+    tower = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "num_positions": 16}
+    read = {"patch_size": 4, "merge_size": MERGE, "rope_sections": [1, 1, 0], "image_token": image_token(folder)}
+    return {**tower, **read, **changed}
+
+
+def processor_of(
+    folder: Path, limits: Mapping[str, int | None] = MappingProxyType({}), **vision: Any
+) -> ImageProcessor:
     """Opens the folder's image processor as a run does."""
-    return ImageProcessor(folder, image_token(folder), MERGE, **limits)
+    section = VisionSection.model_validate(vision_of(folder, **vision))
+    return ImageProcessor(folder, section, ImagesSection.model_validate(dict(limits)))
 
 
 class JudgeOfImages(Qwen3VLProcessor):

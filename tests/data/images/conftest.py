@@ -36,7 +36,7 @@ def encoder(vision_folder: Path) -> MakeEncoder:
         section = SftSection.model_validate(
             {"kind": "sft", "seq_length": 64, "tokenizer": str(vision_folder), "train": [{"path": "a"}], **options}
         )
-        limits = {key: value for key, value in section.images.model_dump().items() if value is not None}
-        return RecordEncoder(section, load_tokenizer(vision_folder), processor_of(vision_folder, **limits))
+        processor = processor_of(vision_folder, section.images.model_dump())
+        return RecordEncoder(section, load_tokenizer(vision_folder), processor)
 
     return make

@@ -162,13 +162,13 @@ def test_other_processors_are_other_data(vision_folder: Path, tmp_path: Path) ->
     cache = cache_of(tmp_path, [[2, (2, 2), 9]], processor)
     prints = {
         SftDataset(cache, range(1), RowLimit(30, "end", each)).fingerprint
-        for each in (processor, processor_of(vision_folder, max_pixels=1599))
+        for each in (processor, processor_of(vision_folder, {"max_pixels": 1599}))
     }
     assert len(prints) == 2
 
 
 def test_another_grid_than_when_it_was_tokenised_is_refused(vision_folder: Path, tmp_path: Path) -> None:
     cache = cache_of(tmp_path, [[2, (4, 4), 9]], processor_of(vision_folder))
-    data = SftDataset(cache, range(1), RowLimit(30, "end", processor_of(vision_folder, max_pixels=400)))
+    data = SftDataset(cache, range(1), RowLimit(30, "end", processor_of(vision_folder, {"max_pixels": 400})))
     with refuses(DataError, "line 1", "data.cache_dir"):
         data.sample(0, 0)

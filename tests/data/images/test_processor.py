@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ import numpy as np
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.hf.images import ImageProcessor
-from tests.data.images.cases import MERGE, MODES, PROCESSOR, JudgeOfImages, axes_of_transformers, picture, processor_of
+from tests.data.images.cases import MODES, PROCESSOR, JudgeOfImages, axes_of_transformers, picture, processor_of
 from tests.data.images.conftest import MakeEncoder
 from tests.messages import refuses
 
@@ -172,33 +172,34 @@ def test_limits_on_pixels_are_those_of_transformers(vision_folder: Path) -> None
         there = {"shortest_edge": limits.get("min_pixels", 128), "longest_edge": limits.get("max_pixels", 1600)}
         processor = AutoImageProcessor.from_pretrained(vision_folder, size=there)
         expected = processor(processor.fetch_images([str(vision_folder / "a.jpg")]), return_tensors="np")
-        ours = processor_of(vision_folder, **limits)
+        ours = processor_of(vision_folder, limits)
         assert np.array_equal(ours.patches(content).pixels, expected["pixel_values"]), limits
         found.add((len(expected["pixel_values"]), ours.fingerprint))
     assert len(found) == 4
     with refuses(DataError, "min_pixels=3000", "1600"):
-        processor_of(vision_folder, min_pixels=3000).patches(content)
+        processor_of(vision_folder, {"min_pixels": 3000}).patches(content)
 
 
-def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_processor_is_refused(tmp_path: Path, vision_folder: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((vision_folder / "tokenizer.json").read_bytes())
     with refuses(DataError, "preprocessor_config.json"):
-        ImageProcessor(tmp_path, 1, 2)
+        processor_of(tmp_path).patches(picture(random.Random(0)))
 
 
-def test_a_processor_of_other_patches_is_refused(vision_folder: Path) -> None:
-    with refuses(DataError, "merge_size=3"):
-        ImageProcessor(vision_folder, 1, 3).patches(picture(random.Random(0)))
+@pytest.mark.parametrize("changed", [{"merge_size": 3}, {"patch_size": 8}, {"frames_per_patch": 1}])
+def test_a_processor_of_other_patches_is_refused(changed: dict[str, Any], vision_folder: Path) -> None:
+    with refuses(DataError, "merge_size", "model.vision"):
+        processor_of(vision_folder, **changed).patches(picture(random.Random(0)))
 
 
 def test_the_fingerprint_follows_the_processor(vision_folder: Path, tmp_path: Path) -> None:
-    import json
-
-    names = {processor_of(vision_folder).fingerprint, ImageProcessor(vision_folder, 1, MERGE).fingerprint}
+    (tmp_path / "tokenizer.json").write_bytes((vision_folder / "tokenizer.json").read_bytes())
+    prints = {processor_of(vision_folder).fingerprint, processor_of(vision_folder, image_token=1).fingerprint}
     for key, value in {
         "patch_size": 8,
         "image_mean": [0.1] * 3,
         "size": {"shortest_edge": 1, "longest_edge": 9},
     }.items():
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, key: value}))
-        names.add(ImageProcessor(tmp_path, 1, MERGE).fingerprint)
-    assert len(names) == 5
+        prints.add(processor_of(tmp_path).fingerprint)
+    assert len(prints) == 5
