@@ -9,10 +9,12 @@ a step holds the same samples under any layout.
 """
 
 import itertools
+import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic, Literal, Protocol, Self, TypeAlias, TypeVar
@@ -305,6 +307,10 @@ class StepLoader(OpenedData):
         return {name: HeldOutBatches(self._rows, samples) for name, samples in self.sets[split].items()}
 
 
+_MOST_READERS = 8
+"""Threads that read samples with images; a node has several ranks."""
+
+
 class RowsOfRank:
     """Assigns the samples of a global batch to the rows of this rank."""
 
@@ -336,13 +342,19 @@ class RowsOfRank:
     def microbatches(self, plan: RowPlan, samples: Slots, has_first: bool) -> list[Microbatch]:
         """Builds this rank's part of a plan. `has_first`: slot 0 carries the whole denominator of aggregations whose
         denominator is 1."""
-        return [
-            self._microbatch(plan.rows(number, self._dp_rank), samples, has_first)
-            for number in range(plan.num_microbatches)
-        ]
+        rows = [plan.rows(number, self._dp_rank) for number in range(plan.num_microbatches)]
+        if self._form.patches_per_feature is None:
+            return [self._microbatch(of_batch, samples.sample, has_first) for of_batch in rows]
+        own = [slot for of_batch in rows for row in of_batch for slot in row]
+        # an image takes 10 to 100 ms, which Pillow and numpy spend without the interpreter's lock
+        with ThreadPoolExecutor(min(_MOST_READERS, len(os.sched_getaffinity(0)))) as readers:
+            read = dict(zip(own, readers.map(samples.sample, own)))
+        return [self._microbatch(of_batch, read.__getitem__, has_first) for of_batch in rows]
 
-    def _microbatch(self, rows: tuple[tuple[int, ...], ...], samples: Slots, has_first: bool) -> Microbatch:
-        row_samples = [[samples.sample(slot) for slot in row] for row in rows]
+    def _microbatch(
+        self, rows: tuple[tuple[int, ...], ...], sample_of: Callable[[int], Sample | None], has_first: bool
+    ) -> Microbatch:
+        row_samples = [[sample_of(slot) for slot in row] for row in rows]
         # slot 0 is on one data-parallel rank only, so a constant denominator is counted once
         firsts = [Place(number, row.index(0)) for number, row in enumerate(rows) if has_first and 0 in row]
         present = [[sample for sample in row if sample is not None] for row in row_samples]

@@ -82,6 +82,24 @@ def test_a_loader_gives_the_images_of_the_records(
     assert read == 6, "an epoch has all images"
 
 
+def test_batches_hold_the_images_of_their_samples(make_run: MakeRun) -> None:
+    loader = StepLoader(make_run(), 0, 1)
+    with loader.iterate(0) as steps:
+        for step in range(3):
+            batches, samples = next(steps), loader.samples(step)
+            for slot, batch in enumerate(batches):
+                sample = samples.sample(slot)
+                width = len(sample.tokens)
+                assert batch.tokens[0, :width].tolist() == sample.tokens.tolist()
+                assert (batch.images is None) == (sample.images is None)
+                if batch.images is not None and sample.images is not None:
+                    assert np.array_equal(batch.images.pixels.numpy(), sample.images.pixels)
+                    assert np.array_equal(batch.images.places[0, :width].numpy(), sample.images.places)
+                    assert np.array_equal(batch.images.axes[0, :width].numpy(), sample.images.axes)
+            entry = loader.next_entry(step + 1)
+            assert entry == samples.entry(step + 1), "whatever the order in which threads read them"
+
+
 def test_packed_rows_count_the_tokens_of_images(make_run: MakeRun) -> None:
     loader = StepLoader(make_run(packing={"batch": "sequences"}), 0, 1)
     samples = loader.samples(0)
