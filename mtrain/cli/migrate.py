@@ -1,7 +1,7 @@
 """`mtrain from`: translates configurations of other programs."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,23 +25,27 @@ _Output = Annotated[
     typer.Option(help="File to write, which must not exist; by default, the result is printed.", show_default=False),
 ]
 _Arguments = Annotated[list[str], typer.Argument(metavar="ARGS...", help="Arguments of its command line.")]
+_FilesAndArguments = Annotated[
+    list[str],
+    typer.Argument(metavar="FILE|ARGS...", help="Its files, and arguments of its command line; later ones win."),
+]
 
 
 @from_app.command("megatron-lm", context_settings=_OfOthers)
 def megatron_lm(arguments: _Arguments, output: _Output = None) -> None:
     """Translates the arguments of Megatron-LM's pretrain_gpt.py, including defaults that differ; lists arguments that
-    could not be carried over or have no effect. --output comes before the arguments."""
+    could not be carried over or have no effect."""
     from mtrain.config.foreign.megatron_lm import from_megatron_lm
 
-    _write(lambda: from_megatron_lm(arguments), output)
+    _write_words(from_megatron_lm, arguments, output)
 
 
 @from_app.command("ms-swift", context_settings=_OfOthers)
 def ms_swift(arguments: _Arguments, output: _Output = None) -> None:
-    """Translates the arguments of ms-swift's `megatron sft`. --output comes before the arguments."""
+    """Translates the arguments of ms-swift's `megatron sft`."""
     from mtrain.config.foreign.ms_swift import from_ms_swift
 
-    _write(lambda: from_ms_swift(arguments), output)
+    _write_words(from_ms_swift, arguments, output)
 
 
 @from_app.command("axolotl")
@@ -62,11 +66,52 @@ def verl(
     ],
     output: _Output = None,
 ) -> None:
-    """Translates files and arguments of verl's SFT trainer, or of the actor of its RL loops. --output comes before the
-    arguments."""
+    """Translates files and arguments of verl's SFT trainer, or of the actor of its RL loops."""
     from mtrain.config.foreign.verl import from_verl
 
-    _write(lambda: from_verl(arguments), output)
+    _write_words(from_verl, arguments, output)
+
+
+@from_app.command("llamafactory", context_settings=_OfOthers)
+def llamafactory(arguments: _FilesAndArguments, output: _Output = None) -> None:
+    """Translates files (YAML, JSON) and arguments of LLaMA-Factory; reads dataset_info.json if it is in dataset_dir."""
+    from mtrain.config.foreign.llamafactory import from_llamafactory
+
+    _write_words(from_llamafactory, arguments, output)
+
+
+@from_app.command("trl", context_settings=_OfOthers)
+def trl(arguments: _FilesAndArguments, output: _Output = None) -> None:
+    """Translates files (YAML, JSON) and arguments of TRL's trainers sft, dpo, kto, reward, orpo, cpo (SimPO) and grpo,
+    or of transformers' Trainer (trainer), whose name comes first; a file of accelerate may be among them."""
+    from mtrain.config.foreign.trl import from_trl
+
+    _write_words(from_trl, arguments, output)
+
+
+@from_app.command("megatron-bridge", context_settings=_OfOthers)
+def megatron_bridge(arguments: _FilesAndArguments, output: _Output = None) -> None:
+    """Translates the name of a recipe of Megatron-Bridge, YAML files that override its ConfigContainer, and arguments
+    section.key=value."""
+    from mtrain.config.foreign.megatron_bridge import from_megatron_bridge
+
+    _write_words(from_megatron_bridge, arguments, output)
+
+
+@from_app.command("torchtitan", context_settings=_OfOthers)
+def torchtitan(arguments: _FilesAndArguments, output: _Output = None) -> None:
+    """Translates TOML files and arguments of torchtitan up to version 0.2."""
+    from mtrain.config.foreign.torchtitan import from_torchtitan
+
+    _write_words(from_torchtitan, arguments, output)
+
+
+def _write_words(translate: Callable[[Sequence[str]], "Translation"], words: list[str], output: Path | None) -> None:
+    """Writes a translation of words, among which --output may be: no program here has such an argument."""
+    if "--output" in words[:-1]:
+        place = words.index("--output")
+        words, output = [*words[:place], *words[place + 2 :]], Path(words[place + 1])
+    _write(lambda: translate(words), output)
 
 
 def _write(translate: Callable[[], "Translation"], output: Path | None) -> None:

@@ -7,6 +7,7 @@ anywhere.
 
 import hashlib
 import stat
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,16 @@ from pydantic import ValidationError
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import write_atomically
 from mtrain.base.steady_files import retried
-from mtrain.base.yaml_text import MAX_BYTES, MAX_DEPTH, Location, NotYamlError, YamlTextError, read_yaml, yaml_text
+from mtrain.base.yaml_text import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    Location,
+    NotYamlError,
+    YamlText,
+    YamlTextError,
+    read_yaml,
+    yaml_text,
+)
 from mtrain.config.kinds import before_another_kind, of_one_kind
 from mtrain.config.messages import dotted, joined, readable, without_kinds
 from mtrain.config.renamed import with_current_names
@@ -191,6 +201,41 @@ def read_file(path: Path) -> Source:
     Raises:
         ConfigError: The file cannot be read, is not YAML, is empty or is not a mapping.
     """
+    if path.suffix == ".toml":
+        _refuse_foreign(path, read_mapping(path))
+    read = _read_mapping(path)
+    _refuse_foreign(path, read.content)
+    content = of_one_kind(with_current_names(read.content, str(path)))
+    return Source(str(path), content, read.lines)
+
+
+def _refuse_foreign(path: Path, content: Mapping[Any, Any]) -> None:
+    if set(content) <= Config.model_fields.keys():
+        return
+    from mtrain.config.foreign.recognition import refuse_foreign  # here, because its tables take time to read
+
+    if (message := refuse_foreign(path, content)) is not None:
+        raise ConfigError(message)
+
+
+def read_mapping(path: Path) -> dict[Any, Any]:
+    """Reads another program's YAML, JSON or TOML file as it is.
+
+    Raises:
+        ConfigError: The file cannot be read, is empty or is not a mapping.
+    """
+    if path.suffix != ".toml":
+        return dict(_read_mapping(path).content)
+    try:
+        content = tomllib.loads(_text_of(path))
+    except tomllib.TOMLDecodeError as fault:
+        raise ConfigError(f"{path}: {fault}; fix the TOML") from None
+    if not content:
+        raise ConfigError(f"{path}: the file is empty; fill it or leave it out")
+    return content
+
+
+def _read_mapping(path: Path) -> YamlText:
     text = _text_of(path)
     try:
         read = read_yaml(text)
@@ -204,8 +249,7 @@ def read_file(path: Path) -> Source:
         raise ConfigError(
             f"{path}: sections with keys are needed (section: {{key: value}}), but it holds something else"
         )
-    content = of_one_kind(with_current_names(read.content, str(path)))
-    return Source(str(path), content, read.lines)
+    return read
 
 
 def _first_bytes(path: Path) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.foreign.reading import read_of
 from mtrain.config.foreign.sharding import CHECKS, put_sharding
 from mtrain.config.foreign.trainers import (
     COMMON,
@@ -22,7 +23,6 @@ from mtrain.config.foreign.trainers import (
 )
 from mtrain.config.foreign.translation import Put, Settings, Translation, above_0, rows_of, translated
 from mtrain.config.foreign.values import boolean, listed, number
-from mtrain.config.load import read_file
 from mtrain.config.schema.adapter import ALL_LINEAR
 from mtrain.config.tables import table
 
@@ -188,7 +188,7 @@ def from_axolotl(path: Path) -> Translation:
         ConfigError: The file cannot be read.
     """
     config = Translation("axolotl")
-    run = translated(config, read_file(path).content, AXOLOTL)
+    run = translated(config, read_of(path, config.program), AXOLOTL)
     put_length(config, run, "max_steps", "num_epochs")
     put_interval(config, run, "save_steps", "checkpoint.interval_steps")
     put_interval(config, run, "eval_steps", "valid.interval_steps")

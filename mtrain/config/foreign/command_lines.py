@@ -37,7 +37,7 @@ def after_launcher(words: Iterable[str], commands: Collection[str] = ()) -> tupl
 
 def _begins_launcher(word: str, commands: Collection[str]) -> bool:
     """Says whether the first word may begin a command, rather than being an argument or a file of arguments."""
-    is_argument = word.startswith("-") or word.endswith((".yaml", ".yml", ".json"))
+    is_argument = word.startswith("-") or word.endswith((".yaml", ".yml", ".json", ".toml"))
     return word in commands or not (is_argument or ("=" in word and not sets_environment(word)))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.command_lines import after_launcher, is_variable, options
+from mtrain.config.foreign.reading import read_of
 from mtrain.config.foreign.sharding import CHECKS, put_shard, put_sharding
 from mtrain.config.foreign.trainers import (
     BALANCE,
@@ -29,7 +30,6 @@ from mtrain.config.foreign.trainers import (
 )
 from mtrain.config.foreign.translation import Row, Settings, Translation, choice, lost, rows_of, translated
 from mtrain.config.foreign.values import listed, number, scalar
-from mtrain.config.load import read_file
 from mtrain.config.tables import table
 
 
@@ -106,14 +106,14 @@ def from_ms_swift(arguments: Sequence[str]) -> Translation:
     Raises:
         ConfigError: No arguments are given, or a file of arguments cannot be read.
     """
+    config = Translation("ms-swift")
     command, words = after_launcher(arguments, ("sft", "pt", "rlhf"))
     values, before = options(words, lambda name: name.replace("-", "_"))
     arguments_by_name: dict[str, Any] = {}
     for word in before:
         if word.endswith((".yaml", ".yml", ".json")):
-            arguments_by_name.update(read_file(Path(word)).content)
+            arguments_by_name.update(read_of(Path(word), config.program))
     rows = _rows(command, {*arguments_by_name, *values})
-    config = Translation("ms-swift")
     for name, texts in values.items():
         is_off = name not in rows and name.startswith("no_") and name[3:] in rows and not texts
         if variables := [value for value in texts if is_variable(value)]:

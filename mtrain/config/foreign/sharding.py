@@ -7,7 +7,7 @@ from typing import Any
 
 from mtrain.config.foreign.translation import Settings, Translation
 from mtrain.config.foreign.values import boolean, is_same, listed, number, scalar
-from mtrain.config.load import read_file
+from mtrain.config.load import read_mapping
 
 _STAGE = re.compile(r"(?<![a-z])(?:zero|z|stage)[-_]?(?:stage)?[-_]?([0-3])(?!\d)")
 """Stage in names such as zero3, zero3_bf16.json and ds_z3_config.json."""
@@ -100,7 +100,7 @@ def _content(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("{"):
         return scalar(value)
     is_file = isinstance(value, str) and value.endswith(_FILES) and not _is_absent(value)
-    return read_file(Path(value)).content if is_file else value
+    return read_mapping(Path(value)) if is_file else value
 
 
 def _is_absent(value: Any) -> bool:

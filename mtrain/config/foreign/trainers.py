@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from mtrain.base.version import SHARED
 from mtrain.config.derived import LAYOUT_DEPENDENT_KEYS
 from mtrain.config.foreign.translation import Put, Settings, Translation, above_0, choice, unless_0
 from mtrain.config.foreign.values import boolean, is_same, listed, number
+from mtrain.config.load import read_mapping
 from mtrain.config.schema.adapter import ALL_LINEAR, GROUPS, PARTS, SAVED_SYNONYMS, SYNONYMS
 from mtrain.config.tables import table
 
@@ -284,6 +286,18 @@ def permit_layout_dependent(config: Translation) -> None:
     for key in LAYOUT_DEPENDENT_KEYS:
         if config.get(key):
             config.put("loss.allow_layout_dependent", True, f"{key} depends on the layout by definition")
+
+
+def put_architecture(config: Translation, entry: Mapping[str, Any], origin: str) -> None:
+    """Sets the sizes of a model with random weights.
+
+    Args:
+        entry: `like`, the name of a shipped configuration of a model, and the keys in which this model differs.
+        origin: Names of the settings that choose the model.
+    """
+    content = read_mapping(SHARED / "configs" / "model" / f"{entry['like']}.yaml")["model"]
+    for key, value in {**content, **entry}.items():
+        config.put(f"model.{key}", None if key == "like" else value, origin)
 
 
 def is_on(run: Settings, name: str) -> bool:

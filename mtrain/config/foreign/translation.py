@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from mtrain.base.errors import ConfigError, MtrainError
+from mtrain.base.errors import ConfigError
+from mtrain.config.foreign.faults import find_faults, keys_in, value_at
 from mtrain.config.foreign.values import boolean, default_of, fitting, is_same
-from mtrain.config.kinds import merged
-from mtrain.config.load import MergedContent, Resolve
-from mtrain.config.schema.root import Config
-
-_MAX_ROUNDS = 40
-"""Limit of the search for faults that hide each other, far above what a person's file needs."""
-_KEY = re.compile(r"[a-z_]\w*(?:\.\w+)*")
-_FOLDER = "model.hf"
-_STAND_INS: Mapping[str, Any] = {
-    "run": {"dir": "run"},
-    "train": {"global_batch_size": 1, "num_steps": 1_000_000},
-    "optimizer": {"lr": 1.0},
-    "data": {"seq_length": 65536, "tokenizer": "tokenizer", "train": [{"path": "corpus"}]},
-    "loss": {"norm_length": 1024},
-}
-"""Values for keys that the user may still have to add, so that all others can be checked."""
+from mtrain.config.load import Resolve
 
 
 @dataclass
@@ -48,6 +32,8 @@ class Translation:
     """Lines on settings that the program itself would refuse."""
     missing: list[str] = field(default_factory=list)
     """Lines on keys that the configuration still lacks; `checked` finds them."""
+    given: tuple[str, ...] = ()
+    """Names of the settings that the user gave."""
 
     def put(self, key: str, value: Any, origin: str) -> None:
         """Sets a dotted key; a default of the program does not override a setting.
@@ -109,13 +95,18 @@ class Translation:
     def report_unmentioned(self, explicit: Mapping[str, Any]) -> None:
         """Adds settings that no origin or line mentions to `without_effect`."""
         text = "\n".join([*self.origins.values(), *self.lost, *self.notes, *self.wrong, *self.without_effect])
-        self.without_effect += [
-            name for name in explicit if not re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-]*\w)", text)
-        ]
+        self.without_effect += [name for name in explicit if not _mentions(text, name)]
+
+    def carried(self) -> list[str]:
+        """Returns the settings that keys of the configuration come from."""
+        origins = "\n".join(self.origins.values())
+        return [name for name in self.given if _mentions(origins, name)]
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of the YAML file: comments on the translation, then each key with its origin."""
         yield f"# Translated from {self.program} by `mtrain from`; `mtrain check` shows the resulting run."
+        if carried := self.carried():
+            yield f"# Carried over: {', '.join(map(one_line, carried))}"
         yield from _listed("Not carried over", self.lost)
         yield from _listed("Differs", self.notes)
         if self.without_effect:
@@ -158,6 +149,10 @@ class Translation:
         return f"{line} (from {', '.join(origins)})" if origins else line
 
 
+def _mentions(text: str, name: str) -> bool:
+    return re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-]*\w)", text) is not None
+
+
 def _listed(title: str, lines: list[str]) -> Iterator[str]:
     if lines:
         yield f"# {title}:"
@@ -180,6 +175,8 @@ class Row:
     put: Put
     default: Any = None
     """Default in the other program; None: nothing is set."""
+    null: Any = None
+    """Value that null stands for; None: there is none."""
 
 
 Table = Mapping[str, Row]
@@ -212,11 +209,11 @@ def choice(key: str, values: Mapping[Any, Any], default: Any = None) -> Row:
     return Row(put, default)
 
 
-def lost(why: str, default: Any = False) -> Row:
-    """Returns a row of a setting without equivalent: reports it, unless it has its neutral value `default`."""
+def lost(why: str, *neutral: Any) -> Row:
+    """Returns a row of a setting without equivalent: reports it, unless it has a neutral value, by default false."""
 
     def put(config: Translation, value: Any, name: str) -> None:
-        if not is_same(value, default):
+        if not any(is_same(value, each) for each in neutral or (False,)):
             config.lost.append(f"{name}={value}: {why}")
 
     return Row(put)
@@ -249,18 +246,26 @@ def rows_of(content: Mapping[str, Any], functions: Mapping[str, Callable[..., An
     """Builds the rows of a table in `mtrain/config/tables`.
 
     Args:
-        content: `rows` by name; `read`, a check -> names of settings that are combined with others; `unused` names.
+        content: `rows` by name; `read`, a check -> names of settings that are combined with others; `unused` names;
+            `lost`, a list of reasons (`why`), each with `names` of settings whose neutral value is false, `neutral`,
+            other settings -> their neutral value, and `any_of`, settings -> their neutral values.
         functions: Functions by their names in the table.
     """
-    rows = {name: _row(entry, functions) for name, entry in content["rows"].items()}
+    rows = {name: _row(entry, functions) for name, entry in content.get("rows", {}).items()}
     for check, names in content.get("read", {}).items():
         rows |= dict.fromkeys(names.split(), deferred(functions[check]))
+    for group in content.get("lost", ()):
+        rows |= dict.fromkeys(group.get("names", "").split(), lost(group["why"]))
+        rows |= {name: lost(group["why"], neutral) for name, neutral in group.get("neutral", {}).items()}
+        rows |= {name: lost(group["why"], *values) for name, values in group.get("any_of", {}).items()}
     return rows | dict.fromkeys(content.get("unused", "").split(), UNUSED)
 
 
 def _row(entry: str | Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> Row:
     if isinstance(entry, str):
         return to(entry)
+    if "null" in entry:
+        return replace(_row({key: entry[key] for key in entry if key != "null"}, functions), null=entry["null"])
     default = entry.get("default")
     match entry:
         case {"lost": why}:
@@ -315,9 +320,13 @@ def is_nothing(value: Any) -> bool:
 def translated(config: Translation, settings: Mapping[str, Any], table: Table) -> Settings:
     """Translates every setting, then the program's defaults; returns both, without wrong settings."""
     explicit: dict[str, Any] = {}
+    config.given = tuple(settings)
     for name, value in settings.items():
         row = table.get(name)
+        if value is None and row is not None and row.null is not None:
+            value = row.null
         if is_nothing(value):
+            _put_nothing(config, name, value, row)
             continue
         if row is None:
             config.lost.append(f"{name}={value}: no key here corresponds")
@@ -329,6 +338,15 @@ def translated(config: Translation, settings: Mapping[str, Any], table: Table) -
     return Settings(config.program, explicit, defaults)
 
 
+def _put_nothing(config: Translation, name: str, value: Any, row: Row | None) -> None:
+    """Reports an empty value that stands for the program's default, or has no effect."""
+    if row is None or row.default is None:
+        config.without_effect.append(name)
+    else:
+        shown = "null" if value is None else repr(value)
+        config.notes.append(f"{name}={shown}: the default of {config.program}, {row.default}, is used; write a value")
+
+
 def try_put(config: Translation, put: Put, value: Any, name: str) -> bool:
     """Sets keys from a value, or reports the value as wrong; returns whether it is legal."""
     try:
@@ -337,131 +355,3 @@ def try_put(config: Translation, put: Put, value: Any, name: str) -> bool:
         config.wrong.append(f"{name}={value!r} is not a value that {config.program} accepts; fix it")
         return False
     return True
-
-
-class Faults(NamedTuple):
-    missing: list[str]
-    """Messages on keys without a value, and on a model that is not downloaded."""
-    wrong: list[str]
-
-
-def find_faults(content: Mapping[str, Any], resolve: Resolve) -> Faults:
-    """Finds every fault of sections, by repairing a copy until no fault hides another.
-
-    Args:
-        content: Sections with their keys; not changed.
-        resolve: Fills in keys from folders that the sections name.
-    """
-    sections: dict[str, Any] = copy.deepcopy(dict(content))
-    faults = Faults([], [])
-    known: set[str] = set()
-    is_stand_in = False
-    for _ in range(_MAX_ROUNDS):
-        try:
-            MergedContent(sections, ()).config(resolve)
-            break
-        except MtrainError as error:
-            lines = str(error).splitlines()
-        keys = [_key_of(line) for line in lines]
-        for key, line in zip(keys, lines):
-            is_known = not known.isdisjoint((key, *keys_in(line)))
-            if not is_known and not (is_stand_in and _names_stand_in(content, line)):
-                _record(sections, key, line, faults)
-        is_stand_in |= _FOLDER in keys
-        repaired = [_repair(sections, key, line) for key, line in zip(keys, lines)]
-        if not any(repaired):
-            break
-        known.update(keys)
-    return faults
-
-
-def keys_in(line: str) -> list[str]:
-    """Returns the dotted keys that a message names."""
-    return [key for key in _KEY.findall(line) if key.partition(".")[0] in Config.model_fields]
-
-
-def _key_of(line: str) -> str:
-    """Returns the key at the beginning of a message; `model.hf` if the message begins with a file of that folder."""
-    match = _KEY.match(line)
-    return match[0] if match is not None and match[0] in keys_in(line) else _FOLDER
-
-
-def _names_stand_in(content: Mapping[str, Any], line: str) -> bool:
-    """Says whether a message names a size of the model that only a stand-in gives."""
-    return any(key.startswith("model.") and value_at(content, key) is None for key in keys_in(line))
-
-
-def _is_missing(sections: Mapping[str, Any], key: str) -> bool:
-    if key == _FOLDER:
-        return not Path(str(value_at(sections, key))).exists()
-    return value_at(sections, key) is None and _stand_in(sections, key) is not None
-
-
-def _record(sections: Mapping[str, Any], key: str, line: str, faults: Faults) -> None:
-    lines = faults.missing if _is_missing(sections, key) else faults.wrong
-    if line not in lines:
-        lines.append(line)
-
-
-def _repair(sections: dict[str, Any], key: str, line: str) -> bool:
-    if key == _FOLDER:
-        model = {name: value for name, value in sections.get("model", {}).items() if name != "hf"}
-        is_new = model != sections.get("model")
-        sections["model"] = merged(_model_for(sections), model)
-        return is_new
-    if _is_missing(sections, key):
-        return _fill(sections, key)
-    candidates = [key, *(other for other in keys_in(line) if "." in other)]
-    return any(_remove(sections, candidate) for candidate in candidates)
-
-
-def value_at(sections: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a dotted key, or None."""
-    value: Any = sections
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _stand_in(sections: Mapping[str, Any], key: str) -> Any:
-    return value_at({**_STAND_INS, "model": _model_for(sections)}, key)
-
-
-def _fill(sections: dict[str, Any], key: str) -> bool:
-    section, _, name = key.partition(".")
-    stand_in = copy.deepcopy(_stand_in(sections, key))
-    sections[section] = {**sections.get(section, {}), name: stand_in} if name else stand_in
-    return True
-
-
-def _remove(sections: dict[str, Any], key: str) -> bool:
-    *parents, name = key.split(".")
-    section = value_at(sections, ".".join(parents)) if parents else sections
-    if not isinstance(section, dict) or section.pop(name, None) is None:
-        return False
-    if parents[:1] == ["model"] and "hf" not in sections["model"]:
-        sections["model"] = merged(_model_for(sections), sections["model"])
-    return True
-
-
-def _model_for(sections: Mapping[str, Any]) -> dict[str, Any]:
-    layout = sections.get("layout", {})
-    tp, pp, vpp, cp, ep, etp = (_size(layout.get(name)) for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
-    ends = [_size(layout[name]) for name in ("first_stage_layers", "last_stage_layers") if layout.get(name)]
-    heads = 8 * tp * cp
-    model: dict[str, Any] = {
-        "num_layers": sum(ends) + 8 * max(0, pp * vpp - len(ends)),
-        "hidden_size": 64 * heads,
-        "ffn_hidden_size": 128 * heads,
-        "num_attention_heads": heads,
-        "vocab_size": 100_000,
-    }
-    has_experts = ep > 1 or etp > 1 or "router" in sections.get("loss", {})
-    if has_experts or "experts" in sections.get("model", {}):
-        sizes = {"ffn_hidden_size": 64 * etp, "shared_ffn_hidden_size": 64 * tp}
-        model["experts"] = {"num_experts": 8 * ep, "top_k": 2, "first_dense_layers": 1, **sizes}
-    return model
-
-
-def _size(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 1

@@ -51,7 +51,7 @@ def is_same(value: Any, other: Any) -> bool:
     if isinstance(other, list | tuple):
         return list(value if isinstance(value, list | tuple) else [value]) == list(other)
     try:
-        if isinstance(other, bool):
+        if isinstance(other, bool) and not isinstance(value, float):
             return boolean(value) == other
         if isinstance(other, int | float):
             return number(value) == other

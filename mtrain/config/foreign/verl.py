@@ -4,13 +4,14 @@ Source: verl 0.9.1, verl/trainer/config.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.command_lines import after_launcher, is_variable, sets_environment
+from mtrain.config.foreign.reading import leaves, read_of
 from mtrain.config.foreign.sharding import put_shard
 from mtrain.config.foreign.trainers import (
     COMMON,
@@ -23,10 +24,11 @@ from mtrain.config.foreign.trainers import (
 )
 from mtrain.config.foreign.translation import UNUSED, Put, Row, Settings, Translation, above_0, rows_of, translated
 from mtrain.config.foreign.values import is_same, number, scalar
-from mtrain.config.load import read_file
 from mtrain.config.tables import table
 
 _ACTOR = "actor_rollout_ref.actor."
+_WHOLE = ("data.apply_chat_template_kwargs",)
+"""Mappings that are one setting."""
 
 
 def _ulysses(config: Translation, value: Any, name: str) -> None:
@@ -177,11 +179,11 @@ def _read_arguments(config: Translation, words: Sequence[str]) -> dict[str, Any]
         elif separator and is_variable(_REFERENCE.sub("", value)):
             config.wrong.append(f"{word}: this contains a shell variable; write its value")
         elif separator:
-            settings.update(_leaves({key: scalar(value)}))
+            settings.update(leaves({key: scalar(value)}, _WHOLE))
         elif is_variable(word):
             config.wrong.append(f"{word}: this is a shell variable; write its value")
         else:
-            settings.update(_leaves(read_file(Path(word)).content))
+            settings.update(leaves(read_of(Path(word), config.program), _WHOLE))
     trainer_settings = {
         name: value for name, value in settings.items() if not name.startswith("hydra.") and name != "defaults"
     }
@@ -197,14 +199,6 @@ def _resolved(value: Any, settings: Mapping[str, Any]) -> Any:
 def _configs(words: Sequence[str]) -> list[str]:
     pairs = zip(words, [*words[1:], ""])
     return [f"{word} {after}" for word, after in pairs if word.startswith(("--config-name", "-cn"))]
-
-
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, Mapping) and value and name != "apply_chat_template_kwargs":
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _rows(trainer: Trainer, settings: Mapping[str, Any]) -> dict[str, Row]:

@@ -84,7 +84,6 @@ def test_what_starts_verl_is_left_out(start: str) -> None:
         ("model.lora_rank=4 ~model.lora_rank", ""),
         ("+optim.weight_decay=0.5", "optim.weight_decay=0.5"),
         ("optim.weight_decay=3 ++optim.weight_decay=5e-1", "optim.weight_decay=0.5"),
-        ("trainer.total_training_steps=null", ""),
         ("data.use_dynamic_bsz=false", "data.use_dynamic_bsz=False"),
         ("hydra.run.dir=x", ""),
         ("trainer.seed=7 data.max_length=${trainer.seed}", "trainer.seed=7 data.max_length=7"),
@@ -132,7 +131,11 @@ def test_ways_of_yaml_to_say_false(words: tuple[str, ...], chosen: str, rest: st
 def test_what_stands_for_nothing(tmp_path: Path) -> None:
     file = tmp_path / "a.yml"
     file.write_text("base_model: M\ndatasets: a.jsonl\nadapter: \nlora_r: ~\nwandb_project: ''\nspecial_tokens: {}\n")
-    assert from_axolotl(file).content.keys() & {"adapter", "metrics"} == set()
+    found = from_axolotl(file)
+    assert found.content.keys() & {"adapter", "metrics"} == set()
+    assert found.without_effect == ["adapter", "lora_r", "wandb_project", "special_tokens"]
+    null = from_verl(f"{VERL} trainer.total_training_steps=null".split())
+    assert (null.content, null.without_effect) == (from_verl(VERL.split()).content, ["trainer.total_training_steps"])
 
 
 @pytest.mark.parametrize(

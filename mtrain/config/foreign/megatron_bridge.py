@@ -1,0 +1,377 @@
+"""Translation of Megatron-Bridge: names of recipes, YAML overrides of its ConfigContainer, and arguments `a.b=c`.
+
+Source: Megatron-Bridge 0.3.1, training/config.py, recipes, peft; megatron-core 0.16.1, optimizer_param_scheduler.py.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import meant
+from mtrain.config.foreign.reading import Form, comma_list, read_settings, without_unknown
+from mtrain.config.foreign.sharding import put_shard
+from mtrain.config.foreign.trainers import (
+    COMMON,
+    SCHEDULES,
+    drop_adapter_of_full_runs,
+    finish,
+    is_on,
+    put_architecture,
+    put_warmup,
+    targets,
+)
+from mtrain.config.foreign.translation import Put, Row, Settings, Translation, above_0, lost, rows_of, to, translated
+from mtrain.config.foreign.values import listed, number, shares
+from mtrain.config.megatron_fields import EXPERTS, OURS, PROVEN, REFUSED, TYPED_KNOBS
+from mtrain.config.tables import table
+
+_TABLE = table("megatron_bridge")
+_RECIPE = re.compile(r"\w+_(?:pretrain|sft|peft|finetune)(?:_config)?")
+_FP8 = {
+    "current_scaling": ("hybrid", "tensorwise"),
+    "subchannel_scaling": ("hybrid", "blockwise"),
+    "mxfp8": ("e4m3", "mxfp8"),
+}
+"""Part of the name of a mixed precision -> train.fp8, train.fp8_recipe."""
+_TARGETS = {"linear_qkv": "qkv", "linear_proj": "proj", "linear_fc1": "fc1", "linear_fc2": "fc2"}
+
+
+def _minutes(config: Translation, value: Any, name: str) -> None:
+    config.put("train.process_group_timeout_s", 60 * number(value), name)
+
+
+def _split(config: Translation, value: Any, name: str) -> None:
+    config.put("data.split", shares(value) if isinstance(value, str) else value, f"{name}, by documents in file order")
+
+
+def _save_interval(config: Translation, value: Any, name: str) -> None:
+    config.put("checkpoint.interval_steps", value, name)
+
+
+def _tracker(tracker: str) -> Put:
+    def put(config: Translation, value: Any, name: str) -> None:
+        config.put("metrics.trackers", [*(config.get("metrics.trackers") or []), tracker], name)
+        config.put("metrics.project", value, name)
+
+    return put
+
+
+def _targets(config: Translation, value: Any, name: str) -> None:
+    targets(config, [_TARGETS.get(module, module) for module in comma_list(value)], name)
+
+
+def _modules(config: Translation, value: Any, name: str) -> None:
+    known = [module for module in listed(value) if module in ("core_attn", "mlp", "moe", "shared_experts")]
+    config.put("train.recompute_modules", known or None, name)
+    if unknown := [str(module) for module in listed(value) if module not in known]:
+        config.lost.append(
+            f"{name}={', '.join(unknown)}: train.recompute_modules has core_attn, mlp, moe, shared_experts"
+        )
+
+
+def _balance(config: Translation, value: Any, name: str) -> None:
+    if number(value):
+        config.lost.append(f"{name}={value}: loss.router.sequence_balance_coefficient is the same under every layout")
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **COMMON,
+    "minutes": _minutes,
+    "split": _split,
+    "save_interval": _save_interval,
+    "tracker": _tracker,
+    "targets_of_megatron": _targets,
+    "modules": _modules,
+    "balance": _balance,
+    "any": lambda value: value,
+}
+_WHY = {**{name: f"it is {key} here" for name, key in TYPED_KNOBS.items()}, **OURS, **EXPERTS, **REFUSED}
+MEGATRON_BRIDGE = {
+    **{f"model.{name}": lost(why) for name, why in _WHY.items()},
+    **{f"model.{name}": to(f"model.megatron.{name}") for name in PROVEN},
+    **rows_of(_TABLE, _FUNCTIONS),
+}
+"""Dotted key of the ConfigContainer -> treatment."""
+_WHOLE = ("dataset.dataset_kwargs", "dataset.source", "model.kd_config", "model.teacher", "logger.mlflow_tags")
+
+
+def from_megatron_bridge(words: Sequence[str]) -> Translation:
+    """Translates a recipe, files of overrides and arguments `section.key=value`, in this order.
+
+    Args:
+        words: Name of a recipe, alone or after --recipe; YAML files; arguments. A launcher is skipped.
+
+    Raises:
+        ConfigError: A file cannot be read, nothing is given, or the recipe is unknown.
+    """
+    config = Translation("Megatron-Bridge")
+    named = [word for word in words if _RECIPE.fullmatch(word)]
+    options = [f"recipe={word}" for word in named if _before(words, word) != "--recipe"]
+    words = [word for word in words if word not in named or _before(words, word) == "--recipe"]
+    form = Form(MEGATRON_BRIDGE, (), ("config_file", "config"), _WHOLE)
+    given = read_settings(config, [*options, *words], form)
+    settings = without_unknown(config, given.settings)
+    recipe = str(settings.pop("recipe", "")).removesuffix("_config")
+    rows = _rows(config, recipe, settings)
+    run = translated(config, settings, rows)
+    kind = _TABLE["recipes"][recipe]["kind"] if recipe else _kind_of(run)
+    for put in (_precision, _schedule, _layout, _paths):
+        put(config, run)
+    _model(config, run, recipe, kind)
+    _adapter(config, run)
+    if kind == "pretrain":
+        _documents(config, run)
+        config.report_unmentioned(run.explicit)
+    else:
+        _records(config, run)
+        finish(config, run)
+    config.given = (*(("recipe",) if recipe else ()), *config.given)
+    return config
+
+
+def _before(words: Sequence[str], word: str) -> str:
+    place = list(words).index(word)
+    return words[place - 1] if place else ""
+
+
+def _rows(config: Translation, recipe: str, settings: Mapping[str, Any]) -> dict[str, Row]:
+    """Returns the rows with the recipe's defaults, and rows for sections without effect."""
+    rows = dict(MEGATRON_BRIDGE)
+    for name in settings:
+        if name not in rows and name.partition(".")[0] in _TABLE["unused_sections"].split():
+            rows[name] = rows["_target_"]
+    if not recipe:
+        defaults = {"mixed_precision": "bf16_mixed"}
+        config.notes.append(
+            "no recipe is named, so defaults are those of Megatron-Bridge's classes, in bf16 as in all recipes; write "
+            "the name of yours before the file"
+        )
+    else:
+        defaults = _of_recipe(recipe)
+        config.notes.append(f"defaults are those of the recipe {recipe}_config, Megatron-Bridge 0.3.1")
+    for name, value in defaults.items():
+        is_null = name in settings and settings[name] is None
+        rows[name] = Row(rows[name].put, None if is_null else value)
+    return rows
+
+
+def _of_recipe(recipe: str) -> dict[str, Any]:
+    """Returns what a recipe sets, by dotted key."""
+    if recipe not in _TABLE["recipes"]:
+        near = meant(recipe, _TABLE["recipes"])
+        raise ConfigError(
+            f"{recipe}: this recipe of Megatron-Bridge is not known here; "
+            + (f"did you mean {near}?" if near else "name its values in a file, as overrides of the ConfigContainer")
+        )
+    known = {**_TABLE["recipes"][recipe]}
+    kinds, kind, hf = _TABLE["kinds"], known.pop("kind"), known.pop("hf")
+    defaults = {**kinds["all"], **(kinds["sft"] if kind == "peft" else {}), **kinds[kind]}
+    return {
+        **defaults,
+        **{_TABLE["short"][short]: value for short, value in known.items()},
+        "tokenizer.tokenizer_model": hf,
+    }
+
+
+def _kind_of(run: Settings) -> str:
+    is_finetuned = run["peft"] or run["dataset.dataset_root"] or run["dataset.dataset_name"]
+    return "sft" if is_finetuned or any(name.startswith("peft.") for name in run.explicit) else "pretrain"
+
+
+def _precision(config: Translation, run: Settings) -> None:
+    name, given = "mixed_precision", run["mixed_precision"]
+    text = "" if given is None else str(given).replace("-", "_")
+    kinds = {f"mixed_precision.{kind}": kind for kind in ("bf16", "fp16", "fp32")}
+    on = [key for key in kinds if is_on(run, key)]
+    kind = kinds[on[0]] if on else "fp16" if text.startswith(("fp16", "16")) else "bf16" if text else "fp32"
+    config.put("train.precision", kind, run.described(*(on or [name])))
+    recipe = next((formats for part, formats in _FP8.items() if part in text), None)
+    if run["mixed_precision.fp8"] is not None:
+        recipe = (str(run["mixed_precision.fp8"]), str(run["mixed_precision.fp8_recipe"] or "tensorwise"))
+        name = "mixed_precision.fp8"
+    if "delayed_scaling" in text or (recipe is not None and recipe[1] == "delayed"):
+        config.lost.append(f"{run.described(name)}: checkpoints here do not contain the scales of delayed scaling")
+    elif "nvfp4" in text:
+        config.lost.append(f"{run.described(name)}: train.fp8 is the narrowest format")
+    elif recipe is not None:
+        config.put("train.fp8", recipe[0], run.described(name))
+        config.put("train.fp8_recipe", recipe[1], run.described(name))
+
+
+def _schedule(config: Translation, run: Settings) -> None:
+    style = str(run["scheduler.lr_decay_style"])
+    if style in SCHEDULES:
+        config.put("optimizer.schedule", SCHEDULES[style], run.described("scheduler.lr_decay_style"))
+    else:
+        config.lost.append(
+            f"{run.described('scheduler.lr_decay_style')}: optimizer.schedule takes cosine, linear, constant, wsd"
+        )
+    if style == "WSD":
+        config.drop("optimizer.decay_steps")
+        config.put(
+            "optimizer.decay_steps", run["scheduler.lr_wsd_decay_iters"], run.origin("scheduler.lr_wsd_decay_iters")
+        )
+        if run["scheduler.lr_wsd_decay_style"] != "linear":
+            config.lost.append(f"{run.described('scheduler.lr_wsd_decay_style')}: wsd falls linearly here")
+    put_warmup(config, run, "scheduler.lr_warmup_iters", "scheduler.lr_warmup_fraction", rounds_up=True)
+    if (decay := run["scheduler.start_weight_decay"]) is not None and decay != run["optimizer.weight_decay"]:
+        config.drop("optimizer.weight_decay")
+        config.put("optimizer.weight_decay", decay, run.origin("scheduler.start_weight_decay"))
+        config.notes.append(
+            f"scheduler.start_weight_decay={decay} is the weight decay in every step there, whatever "
+            f"{run.described('optimizer.weight_decay')} says"
+        )
+    if (rate := run["optimizer.finetune_lr"]) is not None:
+        config.drop("optimizer.lr")
+        config.put("optimizer.lr", rate, "optimizer.finetune_lr")
+    if (samples := run["train.train_samples"]) is not None:
+        size = config.get("train.global_batch_size")
+        if size:
+            config.put(
+                "train.num_steps", -(-int(number(samples)) // size), "train.train_samples / train.global_batch_size"
+            )
+        else:
+            config.lost.append(
+                f"train.train_samples={samples}: train.num_steps counts steps of train.global_batch_size"
+            )
+    if not is_on(run, "model.calculate_per_token_loss"):
+        config.notes.append(
+            "Megatron-Bridge averages the means of microbatches and data-parallel ranks unless "
+            "model.calculate_per_token_loss is on; loss.aggregation=token-mean is the mean over all tokens"
+        )
+
+
+def _layout(config: Translation, run: Settings) -> None:
+    if config.get("layout.tp") in (None, 1):
+        config.drop("layout.sp")
+    switches = [
+        name for name in ("ddp.use_megatron_fsdp", "dist.use_megatron_fsdp", "dist.use_torch_fsdp2") if is_on(run, name)
+    ]
+    if switches:
+        strategy = "ddp.data_parallel_sharding_strategy"
+        is_whole = run[strategy] == "optim_grads_params" or switches[-1] == "dist.use_torch_fsdp2"
+        put_shard(config, run.origin(*switches, strategy), is_whole=is_whole)
+        if is_whole:
+            config.drop("train.distributed_optimizer")
+    if config.get("train.recompute") == "full" and run["model.recompute_method"] == "block":
+        config.put(
+            "train.recompute_layers", run["model.recompute_num_layers"], run.origin("model.recompute_num_layers")
+        )
+    if config.get("train.recompute") != "selective":
+        config.drop("train.recompute_modules")
+    names = ("model.seq_length", "dataset.seq_length", "dataset.sequence_length")
+    name = next((name for name in reversed(names) if name in run.explicit), names[0])
+    config.put("data.seq_length", run[name], run.origin(name))
+    if is_on(run, "profiling.use_nsys_profiler") or is_on(run, "profiling.use_pytorch_profiler"):
+        steps = ("profiling.profile_step_start", "profiling.profile_step_end")
+        config.put("metrics.profile_steps", [int(number(run[step])) for step in steps], run.origin(*steps))
+    else:
+        config.drop("metrics.profile_ranks")
+
+
+def _paths(config: Translation, run: Settings) -> None:
+    interval, folder, origin = config.get("checkpoint.interval_steps"), run["checkpoint.load"], run["checkpoint.save"]
+    if interval and config.get("checkpoint.keep_last") is None:
+        config.put(
+            "checkpoint.keep_every_steps",
+            interval,
+            "Megatron-Bridge's default of checkpoint.most_recent_k, which keeps all",
+        )
+    if folder is not None and origin is not None and folder != origin:
+        config.lost.append(f"{run.described('checkpoint.load')}: a run resumes from its own folder, run.dir")
+    config.put("metrics.tensorboard", run["logger.tensorboard_dir"] is not None, run.origin("logger.tensorboard_dir"))
+    count, size = (
+        number(run["train.eval_iters"] if run["train.eval_iters"] is not None else 100),
+        config.get("train.global_batch_size"),
+    )
+    if count == 0:
+        config.drop("valid")
+    elif size:
+        config.put(
+            "valid.max_samples", int(count) * size, f"{run.origin('train.eval_iters')} x train.global_batch_size"
+        )
+
+
+def _model(config: Translation, run: Settings, recipe: str, kind: str) -> None:
+    """Sets the model: pretraining begins with random weights, finetuning with those of Hugging Face's folder."""
+    start = run["checkpoint.pretrained_checkpoint"]
+    if start is not None:
+        config.lost.append(
+            f"checkpoint.pretrained_checkpoint={start}: model.hf gives the weights; this folder is of Megatron-Bridge"
+        )
+    if not recipe:
+        return
+    hf = _TABLE["recipes"][recipe]["hf"]
+    if kind != "pretrain" or start is not None:
+        config.put("model.hf", hf, f"recipe; a folder: hf download {hf} --local-dir DIR")
+    elif (known := _TABLE["models"].get(hf)) is not None:
+        put_architecture(config, known, f"recipe, {hf}")
+    else:
+        config.lost.append(
+            f"recipe: the sizes of {hf} are not known here; `mtrain init` copies configurations of models"
+        )
+
+
+def _adapter(config: Translation, run: Settings) -> None:
+    scheme = str(run["peft"] or run["peft._target_"] or "").rpartition(".")[2].lower()
+    explicit = [name for name in run.explicit if name.startswith("peft")]
+    if scheme == "none" or not (scheme or explicit):
+        drop_adapter_of_full_runs(config, is_adapted=False)
+        return
+    kind = "dora" if scheme == "dora" else "lora"
+    if scheme not in ("", "lora", "dora"):
+        config.lost.append(f"peft={scheme}: adapters are lora and dora")
+    origin = run.origin("peft") if run["peft"] else ", ".join(explicit)
+    config.put("adapter.kind", kind, origin)
+    for key, value in (("adapter.rank", 32), ("adapter.alpha", 64 if kind == "dora" else 32)):
+        config.put(key, value, f"Megatron-Bridge's default of peft.{'dim' if key.endswith('rank') else 'alpha'}")
+    if config.get("adapter.targets") is None:
+        config.put("adapter.targets", list(_TARGETS.values()), "Megatron-Bridge's default of peft.target_modules")
+
+
+def _documents(config: Translation, run: Settings) -> None:
+    """Sets the corpora in Megatron's format; without any, data are made up."""
+    name = next((name for name in ("dataset.blend", "dataset.data_path") if run[name] is not None), None)
+    if run["dataset.blend_per_split"] is not None:
+        config.lost.append("dataset.blend_per_split: name the corpora in data.train, data.valid and data.test")
+    if name is None or is_on(run, "dataset.mock"):
+        config.put("data.kind", "mock", "Megatron-Bridge's default of dataset.blend, which makes up data")
+        config.drop("data.split")
+        config.drop("valid")
+        return
+    paths, weights = run[name], None
+    if name == "dataset.blend" and len(paths) == 2 and isinstance(paths[0], list):
+        paths, weights = paths
+    sources: list[dict[str, Any]] = [
+        {"path": str(path)} for path in (comma_list(paths) if isinstance(paths, str) else paths)
+    ]
+    for source, weight in zip(sources, weights or []):
+        source["weight"] = float(weight)
+    config.put("data.train", sources, f"{name}; prefixes of .bin and .idx")
+    if is_on(run, "dataset.reset_position_ids") and is_on(run, "dataset.reset_attention_mask"):
+        config.put("data.isolate_documents", True, "dataset.reset_position_ids, dataset.reset_attention_mask")
+
+
+def _records(config: Translation, run: Settings) -> None:
+    root, name = run["dataset.dataset_root"], run["dataset.dataset_name"]
+    if root is not None:
+        origin = f"{run.origin('dataset.dataset_root')}; training.jsonl and validation.jsonl"
+        for key, file in (("data.train", "training.jsonl"), ("data.valid", "validation.jsonl")):
+            config.put(key, [{"path": str(PurePosixPath(str(root), file))}], origin)
+        config.put(
+            "data.columns",
+            {"input": "prompt", "output": "response"},
+            "Megatron-Bridge's default of dataset.dataset_kwargs",
+        )
+    elif name is not None:
+        config.put(
+            "data.train", [{"path": name}], f"{run.origin('dataset.dataset_name')}; records with prompt and response"
+        )
+        if (share := run["dataset.val_proportion"]) is not None and number(share):
+            config.put("data.split", [1 - number(share), number(share), 0.0], run.origin("dataset.val_proportion"))
+    config.put("data.seed", run["dataset.seed"], run.origin("dataset.seed"))
+    packed = "dataset.packed_sequence_specs.packed_sequence_size"
+    if run[packed] is not None and above_0(number(run[packed])):
+        config.put("data.packing", {"batch": "rows"}, run.origin(packed))

@@ -1,0 +1,161 @@
+"""Reading of other programs' files and command lines into one mapping of settings."""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtrain.base.errors import ConfigError
+from mtrain.config.foreign.command_lines import after_launcher, is_variable, options, sets_environment
+from mtrain.config.foreign.recognition import refuse_other
+from mtrain.config.foreign.translation import Translation
+from mtrain.config.foreign.values import scalar
+from mtrain.config.load import read_mapping
+
+ENDINGS = (".yaml", ".yml", ".json", ".toml")
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_MISSING = "???"
+"""Value that OmegaConf and Hydra refuse until it is replaced."""
+
+
+class Given(NamedTuple):
+    """What the user gave a program."""
+
+    command: list[str]
+    """Words of the launcher, up to the program's name."""
+    settings: dict[str, Any]
+    """Settings by name, of files and arguments; later ones take precedence."""
+    aside: dict[str, Any]
+    """Content of files that configure the launcher."""
+
+
+class Form(NamedTuple):
+    """How a program takes its settings."""
+
+    switches: Collection[str]
+    """Settings that `--no_NAME` turns off."""
+    commands: Collection[str] = ()
+    """Names of the program's own commands, such as sft."""
+    file_options: Collection[str] = ("config",)
+    """Names of arguments whose value is a file of settings."""
+    whole: Collection[str] | None = None
+    """Dotted names of mappings that are one setting; None: sections are settings, and stay whole."""
+    is_aside: Callable[[Mapping[str, Any]], bool] = lambda content: False
+    """Says whether a file configures the launcher."""
+
+
+def read_settings(config: Translation, words: Sequence[str], form: Form) -> Given:
+    """Reads files, arguments `--name value` and `name=value`; skips a launcher, and reports words that it cannot read.
+
+    Raises:
+        ConfigError: A file cannot be read, or nothing is given.
+    """
+    whole = form.whole
+    command, words = after_launcher(words, form.commands)
+    by_name, before = options([word for word in words if word != "-"], lambda name: name.replace("-", "_"))
+    settings: dict[str, Any] = {}
+    aside: dict[str, Any] = {}
+    for word in [*before, *(path for name in form.file_options for path in by_name.pop(name, []))]:
+        found = _of_word(config, word, whole)
+        (aside if form.is_aside(found) else settings).update(found)
+    for name, values in by_name.items():
+        pairs = [value for value in values[1:] if _is_pair(value)]  # words KEY=VALUE after the value of an argument
+        for pair in pairs:
+            settings.update(_of_word(config, pair, whole))
+        values = [value for value in values if value not in pairs]
+        if variables := [value for value in values if is_variable(value)]:
+            config.wrong.append(f"--{name} {' '.join(variables)}: this is a shell variable; write its value")
+            continue
+        *parents, last = name.split(".")
+        positive = ".".join([*parents, last.removeprefix("no_")])
+        is_off = not values and name != positive and name not in form.switches and positive in form.switches
+        settings[positive if is_off else name] = _argument(values) if values else not is_off
+    if not settings and not config.wrong:
+        raise ConfigError(f"neither a file nor an argument of {config.program} is given; give one")
+    if whole is not None:
+        settings = {name: _resolved(value, settings) for name, value in settings.items()}
+    return Given(command, settings, aside)
+
+
+def read_of(path: Path, program: str) -> dict[Any, Any]:
+    """Reads a file of settings of `program`.
+
+    Raises:
+        ConfigError: The file cannot be read, or it is another program's.
+    """
+    content = read_mapping(path)
+    if (message := refuse_other(path, content, program)) is not None:
+        raise ConfigError(message)
+    return content
+
+
+def _is_pair(word: str) -> bool:
+    return re.match(r"[a-z_][\w.]*=", word) is not None
+
+
+def _argument(values: list[str]) -> Any:
+    parsed = [scalar(value) if value[:1] in "{[" else value for value in values]
+    return parsed[0] if len(parsed) == 1 else parsed
+
+
+def _of_word(config: Translation, word: str, whole: Collection[str] | None) -> dict[str, Any]:
+    """Reads a file, or one word `name=value`."""
+    if word.endswith(ENDINGS) and not _is_pair(word):
+        content = read_of(Path(word), config.program)
+        return content if whole is None else dict(leaves(content, whole))
+    name, separator, value = word.lstrip("+").partition("=")
+    if separator and sets_environment(word):
+        config.without_effect.append(name)
+    elif is_variable(_REFERENCE.sub("", value)) or is_variable(word):
+        config.wrong.append(f"{word}: this is a shell variable; write its value")
+    elif separator:
+        return {name: scalar(value)} if whole is None else dict(leaves({name: scalar(value)}, whole))
+    else:
+        config.wrong.append(
+            f"{word}: this is neither a file of settings ({', '.join(ENDINGS)}) nor an argument; fix it"
+        )
+    return {}
+
+
+def leaves(section: Mapping[str, Any], whole: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields dotted names with their values; mappings in `whole` are values."""
+    for name, value in section.items():
+        if isinstance(value, Mapping) and value and f"{prefix}{name}" not in whole:
+            yield from leaves(value, whole, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _resolved(value: Any, settings: Mapping[str, Any]) -> Any:
+    """Resolves a value that is only a reference to another setting."""
+    match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    return value if match is None else settings.get(match[1], value)
+
+
+def without_unknown(config: Translation, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings whose values are known; reports the others."""
+    known: dict[str, Any] = {}
+    for name, value in settings.items():
+        if value == _MISSING:
+            config.lost.append(f"{name}={value}: no value is given yet; write it")
+        elif isinstance(value, str) and "${" in value:
+            config.lost.append(f"{name}={value}: this refers to another value; write the value itself")
+        else:
+            known[name] = value
+    return known
+
+
+def comma_list(value: Any) -> list[Any]:
+    """Returns the elements of a list, or of a text with commas between them."""
+    if isinstance(value, list):
+        return value
+    return [part.strip() for part in str(value).split(",") if part.strip()]
+
+
+def json_or_yaml(path: Path) -> Mapping[str, Any]:
+    """Reads a file that another file names, such as DeepSpeed's; empty if it is not here.
+
+    Raises:
+        ConfigError: The file is here, and cannot be read.
+    """
+    return read_mapping(path) if path.is_file() else {}

@@ -1,0 +1,100 @@
+"""Recognition of other programs' files by the names of their keys, for messages."""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.tables import table
+
+_TABLES: Mapping[str, tuple[str, ...]] = {
+    "axolotl": ("axolotl",),
+    "llamafactory": ("llamafactory", "transformers"),
+    "megatron-bridge": ("megatron_bridge",),
+    "ms-swift": ("ms_swift",),
+    "torchtitan": ("torchtitan",),
+    "trl": ("trl", "transformers"),
+    "verl": ("verl",),
+}
+"""Verb of `mtrain from` -> tables of the program's keys."""
+NAMES = {
+    "axolotl": "axolotl",
+    "llamafactory": "LLaMA-Factory",
+    "megatron-bridge": "Megatron-Bridge",
+    "ms-swift": "ms-swift",
+    "torchtitan": "torchtitan",
+    "trl": "TRL",
+    "verl": "verl",
+}
+"""Verb of `mtrain from` -> name of the program."""
+_OF_ACCELERATE = frozenset(("compute_environment", "distributed_type"))
+_CLEARLY = 1.5
+"""How many times the evidence for the other program must be larger."""
+_LEAST = 1.5
+"""Least evidence for a program: the sum over its keys of 1 / programs that have the key."""
+
+
+def refuse_foreign(path: Path, content: Mapping[Any, Any]) -> str | None:
+    """Returns the message for a file of another program in place of a configuration; None if it is none."""
+    if _OF_ACCELERATE & content.keys():
+        return f"{path}: this is an accelerate file; name it beside the arguments: mtrain from trl FILE {path}"
+    evidence = _evidence(content)
+    best = max(evidence, key=lambda verb: evidence[verb])
+    if evidence[best] < _LEAST:
+        return None
+    return f"{path}: this is a {NAMES[best]} file; translate it: mtrain from {best} {path}"
+
+
+def refuse_other(path: Path, content: Mapping[Any, Any], program: str) -> str | None:
+    """Returns the message for a file that is probably not of `program` but of another one; None otherwise."""
+    evidence = _evidence(content)
+    best = max(evidence, key=lambda verb: evidence[verb])
+    own = next(verb for verb, name in NAMES.items() if name == program)
+    if evidence[best] < max(_LEAST, _CLEARLY * evidence[own]):
+        return None
+    return f"{path}: this is a {NAMES[best]} file, not of {program}; translate it: mtrain from {best} {path}"
+
+
+def _evidence(content: Mapping[Any, Any]) -> dict[str, float]:
+    """Returns how many keys are each program's, by verb; a key of several programs counts for each of them in part."""
+    evidence = dict.fromkeys(_TABLES, 0.0)
+    for key in _keys(content, ""):
+        verbs = [verb for verb in _TABLES if key in _names(verb) or key.startswith(_prefixes(verb))]
+        for verb in verbs:
+            evidence[verb] += 1 / len(verbs)
+    return evidence
+
+
+def _keys(section: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+    for name, value in section.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{name}.")
+
+
+@cache
+def _names(verb: str) -> frozenset[str]:
+    """Returns the keys that the program's tables name."""
+    return frozenset(name for each in _TABLES[verb] for name in _names_in(table(each)))
+
+
+def _names_in(content: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in content.items():
+        match key, value:
+            case (("rows" | "neutral" | "any_of"), dict()):
+                yield from value
+            case (("unused" | "names"), str()):
+                yield from value.split()
+            case "read", dict():
+                yield from (name for names in value.values() for name in names.split())
+            case "lost", list():
+                yield from (name for group in value for name in _names_in(group))
+            case (("defaults" | "models" | "recipes" | "kinds" | "short"), dict()):
+                pass
+            case _, dict():
+                yield from _names_in(value)
+
+
+def _prefixes(verb: str) -> tuple[str, ...]:
+    """Returns beginnings of keys that only this program has."""
+    return ("actor_rollout_ref.", "algorithm.", "critic.") if verb == "verl" else ()
