@@ -15,12 +15,13 @@ import torch
 from mtrain.arch.layout import Layout
 from mtrain.arch.lr import learning_rate
 from mtrain.base.environment import RankEnvironment, git_checkout, program_versions
-from mtrain.base.errors import NumericError, SpoiledStateError, StopRequestedError
+from mtrain.base.errors import DataError, NumericError, SpoiledStateError, StopRequestedError
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.heartbeat import Heartbeat, Phase, current_pulse
 from mtrain.base.signals import StopSignal
 from mtrain.checkpoint.state.replicas import ReplicaCheck
 from mtrain.checkpoint.state.save import Provenance, Saver
+from mtrain.checkpoint.store.directory import newest_good
 from mtrain.checkpoint.store.manifest import GitState
 from mtrain.checkpoint.store.retention import Keep, Retention
 from mtrain.config import Config
@@ -146,6 +147,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         if any_rank(signal.received is not None, groups.device):
             return _record_stop(life, "stopped by a signal before the model was built")
         heartbeat.enter(Phase.BUILD, 0)
+        on_first_rank(lambda: _say_if_finished(folder, config.train.num_steps))  # weights may take minutes to read
         try:
             run = build(config, groups, folder)
         except StopRequestedError as stop:  # on all ranks
@@ -153,12 +155,6 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         account.goes_on(run.start_step)
         if any_rank(signal.received is not None, groups.device) and run.start_step < config.train.num_steps:
             return _record_stop(life, f"stopped by a signal before step {run.start_step + 1}")
-        if run.start_step >= config.train.num_steps and groups.rank == 0:
-            _log.info(
-                f"{folder.path} is finished: its newest checkpoint has completed {run.start_step} steps, and "
-                f"train.num_steps={config.train.num_steps}; nothing is trained. Raise train.num_steps to continue, or "
-                "set another run.dir"
-            )
         if config.checkpoint.self_test:
             run_self_test(run, folder.checkpoints)
         on_first_rank(lambda: _write_first_samples(run, folder))
@@ -193,6 +189,17 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
             return None
         life.stopped("stopped by a signal before all checkpoints were exported")
         return "stopped by a signal before all checkpoints were exported"
+
+
+def _say_if_finished(folder: RunFolder, num_steps: int) -> None:
+    newest = None
+    with contextlib.suppress(DataError):  # the load says it
+        newest = newest_good(folder.checkpoints).entry
+    if newest is not None and newest.step >= num_steps:
+        _log.info(
+            f"{folder.path} is finished: its newest checkpoint has completed {newest.step} steps, and train.num_steps="
+            f"{num_steps}; nothing is trained. Raise train.num_steps to continue, or set another run.dir"
+        )
 
 
 def _record_stop(life: Life, reason: str) -> str:

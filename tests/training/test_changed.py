@@ -77,6 +77,7 @@ def test_a_finished_run_says_so(command: Any, start: Any, tmp_path: Path) -> Non
         f"{tmp_path / 'run'} is finished: its newest checkpoint has completed 2 steps, and train.num_steps=2" in output
     )
     assert "Raise train.num_steps to continue" in output
+    assert output.index("is finished") < output.index("loading "), "before weights are read"
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
