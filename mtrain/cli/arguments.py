@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import re
 import sys
 import tomllib
 import warnings
@@ -14,27 +15,59 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mtrain.base.spelling import meant
+from mtrain.base.spelling import meant, plain
 
 if TYPE_CHECKING:
     from mtrain.config import Config
 
 EXAMPLES: dict[str, str] = tomllib.loads(Path(__file__).with_name("examples.toml").read_text(encoding="utf-8"))
 """Verb or subcommand -> a shell line that calls it."""
+TAKES_KEYS = "[section.key=value...]"
+"""End of the metavar of arguments that are files and values of a configuration."""
+
+
+def offered(incomplete: str) -> list[str]:
+    """Returns what a shell offers for an incomplete argument: YAML files and folders, and keys section by section."""
+    from mtrain.config.keys import described_keys  # here, because it loads the whole schema
+
+    folder, _, begin = incomplete.rpartition("/")
+    prefix = incomplete.removesuffix(begin)
+    inside = Path(folder if folder or not prefix else prefix)
+    entries = sorted(inside.iterdir()) if inside.is_dir() else []
+    named = [entry for entry in entries if entry.name.startswith(begin) and (begin or not entry.name.startswith("."))]
+    paths = [f"{prefix}{entry.name}/" for entry in named if entry.is_dir()]
+    paths += [f"{prefix}{entry.name}" for entry in named if entry.suffix in (".yaml", ".yml")]
+    keys = []
+    for key in described_keys():
+        if key.name.startswith(incomplete) and not re.search(r"\[\]|\bNAME\b", key.name):
+            next_part, dot, _ = key.name[len(incomplete) :].partition(".")
+            keys.append(f"{incomplete}{next_part}{'.' if dot or key.is_section else '='}")
+    return [*paths, *dict.fromkeys(keys)]
+
+
 ConfigArguments = Annotated[
     list[str],
     typer.Argument(
-        metavar="CONFIG... [section.key=value...]",
+        metavar=f"CONFIG... {TAKES_KEYS}",
         help="YAML files, merged left to right, then individual values.",
         show_default=False,
+        autocompletion=offered,
     ),
 ]
+
+
+def folder_of(path: Path | None) -> Path | None:
+    """Returns the folder of a config.json, which users name instead of the model's folder; else the path."""
+    return path.parent if path is not None and path.name == "config.json" and path.is_file() else path
+
+
 ModelArgument = Annotated[
     Path,
     typer.Argument(
         metavar="MODEL",
         help="A run folder, a checkpoint, an import, or a Hugging Face folder.",
         show_default=False,
+        callback=folder_of,
     ),
 ]
 TextInputs = Annotated[
@@ -126,7 +159,23 @@ def loaded_config(
 
 
 class SectionedCommand(TyperCommand):
-    """Lists options by their `rich_help_panel`, in plain lines; options without a panel come first."""
+    """Lists options by their `rich_help_panel`, in plain lines; options without a panel come first.
+
+    Explains how to write an option that is a key of the configuration.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)  # the parser empties the list
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            takes_keys = any(str(parameter.metavar).endswith(TAKES_KEYS) for parameter in self.params)
+            option = getattr(error, "option_name", None)
+            if not takes_keys or type(error).__name__ != "NoSuchOption" or option is None:
+                raise
+            if values := _as_values(option, given):
+                ctx.fail(f"No such option: {option}; write {' or '.join(values)}")
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[Any]] = {"Arguments": [], "Options": []}
@@ -139,3 +188,21 @@ class SectionedCommand(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def _as_values(option: str, arguments: Sequence[str]) -> list[str]:
+    """Returns how to write an option as `section.key=value`, for each key with its name; empty without such a key."""
+    from mtrain.config.keys import described_keys  # here, because it loads the whole schema
+
+    at = next(index for index, argument in enumerate(arguments) if argument.startswith(option))
+    name, has_value, value = arguments[at].partition("=")
+    if not has_value:
+        follower = next(iter(arguments[at + 1 :]), "")
+        is_value = follower and not follower.startswith("--") and "=" not in follower and not Path(follower).is_file()
+        value = follower if is_value else "..."
+    key = plain(name)
+    names = [each.name for each in described_keys() if not each.is_section and "[]" not in each.name]
+    matching = [each for each in names if each == key or each.rpartition(".")[2] == key]
+    if not matching and (near := meant(key, (each.rpartition(".")[2] for each in names))):
+        matching = [each for each in names if each.rpartition(".")[2] == near]
+    return [f"{each}={value}" for each in matching]

@@ -12,7 +12,7 @@ import typer
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.ground import require_ground
-from mtrain.cli.arguments import Verbs
+from mtrain.cli.arguments import Verbs, folder_of
 from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
@@ -33,9 +33,13 @@ Dtype = StrEnum("Dtype", ["keep", "float32", "float16", "bfloat16"])
 """Dtype to cast tensors to."""
 ExportDtype = StrEnum("ExportDtype", ["keep", "float32", "float16", "bfloat16", "mxfp4"])
 """Dtype or format of the tensors in an export."""
-HfOption = Annotated[Path, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False)]
-OutOption = Annotated[Path, typer.Option(help="Folder to create; must not exist.", show_default=False)]
+HfOption = Annotated[
+    Path, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False, callback=folder_of)
+]
+OutArgument = Annotated[Path | None, typer.Argument(metavar="OUT]", help="The folder of --out.", show_default=False)]
+OutOption = Annotated[Path | None, typer.Option(help="Folder to create; must not exist.", show_default=False)]
 CheckpointOption = Annotated[Path, typer.Option(help="A checkpoint, or a run folder.", show_default=False)]
+SourceOption = Annotated[Path | None, typer.Option(help="A checkpoint, or a run folder.", show_default=False)]
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of the written tensors.")]
 WorkersOption = Annotated[int, typer.Option(min=1, help="Number of files to work on at once.")]
 LogitsOption = Annotated[
@@ -49,13 +53,11 @@ def import_(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[HF", help="The folder of --hf.", show_default=False)
     ] = None,
-    target: Annotated[
-        Path | None, typer.Argument(metavar="OUT]", help="The folder of --out.", show_default=False)
-    ] = None,
+    target: OutArgument = None,
     hf: Annotated[
         Path | None, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False)
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to create; must not exist.", show_default=False)] = None,
+    out: OutOption = None,
     to: Annotated[
         Form, typer.Option(help="Program that reads it; megatron-lm: weights only, in torch_dist.")
     ] = Form.mtrain,
@@ -78,7 +80,8 @@ def import_(
     threshold: ThresholdOption = 1e-4,
 ) -> None:
     """Hugging Face -> a checkpoint for `checkpoint.initialize_from`, or one for Megatron-LM."""
-    hf, out = _named("HF", "--hf", folder, hf), _named("OUT", "--out", target, out)
+    hf, out = _named("import HF OUT", "HF", "--hf", folder, hf), _named("import HF OUT", "OUT", "--out", target, out)
+    hf = folder_of(hf) or hf
     with one_message():
         require_ground()
         from mtrain.checkpoint.store.imported import MODEL_NAME
@@ -112,15 +115,23 @@ def import_(
 
 @convert_app.command("export")
 def export(
-    checkpoint: CheckpointOption,
-    out: OutOption,
+    source: Annotated[
+        Path | None, typer.Argument(metavar="[CHECKPOINT", help="The one of --checkpoint.", show_default=False)
+    ] = None,
+    target: OutArgument = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint, or a run folder.", show_default=False)] = None,
+    out: OutOption = None,
     like: Annotated[
-        Path | None, typer.Option(help="Folder whose config.json and tokenizer are used; default: the origin's.")
+        Path | None,
+        typer.Option(
+            help="Folder whose config.json and tokenizer are used; default: the origin's.", callback=folder_of
+        ),
     ] = None,
     model: Annotated[
         Path | None,
         typer.Option(
-            help="File that describes the model of a Megatron-LM or Megatron-Bridge checkpoint; default: --like's."
+            help="File that describes the model of a Megatron-LM or Megatron-Bridge checkpoint; default: --like's.",
+            callback=folder_of,
         ),
     ] = None,
     dtype: Annotated[
@@ -139,10 +150,11 @@ def export(
 ) -> None:
     """A checkpoint -> Hugging Face, with adapters merged; also reads Megatron-LM and Megatron-Bridge (torch_dist).
     --dtype float32 exports the main weights of a run."""
+    checkpoint = _named("export CHECKPOINT OUT", "CHECKPOINT", "--checkpoint", source, checkpoint)
+    out = _named("export CHECKPOINT OUT", "OUT", "--out", target, out)
     with one_message():
         require_ground()
         from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
-        from mtrain.convert.adapters import export_adapter
         from mtrain.convert.exporting import export_hf
         from mtrain.convert.target import DTYPE_NAMES
 
@@ -154,11 +166,7 @@ def export(
                 "it, then import the folder with --check-logits"
             )
         if adapter:
-            if dtype is ExportDtype.mxfp4:
-                raise ConfigError("--dtype mxfp4 writes whole models, but --adapter an adapter; remove one of them")
-            proof = export_adapter(checkpoint, out, DTYPE_NAMES.get(dtype))
-            print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")
-            print(f"{out} is complete; load it on top of the frozen model with peft.PeftModel.from_pretrained")
+            _export_adapter(checkpoint, out, dtype)
             return
         form: torch.dtype | Literal["mxfp4"] | None = "mxfp4" if dtype is ExportDtype.mxfp4 else DTYPE_NAMES.get(dtype)
         proof = export_hf(checkpoint, out, like or model, form, workers)
@@ -173,6 +181,17 @@ def export(
         if check_logits:
             _check_logits(checkpoint, out, threshold)
         print(f"{out} is complete")
+
+
+def _export_adapter(checkpoint: Path, out: Path, dtype: ExportDtype) -> None:
+    from mtrain.convert.adapters import export_adapter
+    from mtrain.convert.target import DTYPE_NAMES
+
+    if dtype is ExportDtype.mxfp4:
+        raise ConfigError("--dtype mxfp4 writes whole models, but --adapter an adapter; remove one of them")
+    proof = export_adapter(checkpoint, out, DTYPE_NAMES.get(dtype))
+    print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")
+    print(f"{out} is complete; load it on top of the frozen model with peft.PeftModel.from_pretrained")
 
 
 @convert_app.command()
@@ -197,13 +216,20 @@ def verify(
 @convert_app.command()
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a Hugging Face folder.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A checkpoint, or a Hugging Face folder.", show_default=False, callback=folder_of
+        ),
     ],
     like: Annotated[
         Path | None,
-        typer.Option(help="Folder that describes the model of a Megatron-LM or Megatron-Bridge checkpoint."),
+        typer.Option(
+            help="Folder that describes the model of a Megatron-LM or Megatron-Bridge checkpoint.", callback=folder_of
+        ),
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="File that describes the model, instead of --like.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="File that describes the model, instead of --like.", callback=folder_of)
+    ] = None,
 ) -> None:
     """Describes a folder or a checkpoint, from its headers."""
     with one_message():
@@ -212,10 +238,10 @@ def inspect(
         print_contents(path, like or model)
 
 
-def _named(name: str, option: str, positional: Path | None, named: Path | None) -> Path:
-    """Returns a folder that the user named by position or by option."""
+def _named(usage: str, name: str, option: str, positional: Path | None, named: Path | None) -> Path:
+    """Returns a folder that the user named by position or by option; `usage` is the verb with its positions."""
     if positional is None and named is None:
-        raise typer.BadParameter("is missing; write mtrain convert import HF OUT", param_hint=f"{name} or {option}")
+        raise typer.BadParameter(f"is missing; write mtrain convert {usage}", param_hint=f"{name} or {option}")
     if positional is not None and named is not None:
         raise typer.BadParameter(f"{named} and {positional} are both given; remove one of them", param_hint=option)
     return positional if positional is not None else named or Path()

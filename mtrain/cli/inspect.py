@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from mtrain.base.errors import DataError
 from mtrain.base.log import output_console
+from mtrain.cli.arguments import folder_of
 from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ inspect_app = typer.Typer(
 )
 _MOST_LINES = 20
 
-PathArgument = Annotated[Path, typer.Argument(metavar="PATH", show_default=False)]
+PathArgument = Annotated[Path, typer.Argument(metavar="PATH", show_default=False, callback=folder_of)]
 
 
 @inspect_app.command()

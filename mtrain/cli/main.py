@@ -99,7 +99,13 @@ def _plain_app(add_completion: bool = False, **settings: Any) -> typer.Typer:
     return typer.Typer(rich_markup_mode=None, add_completion=add_completion, pretty_exceptions_enable=False, **settings)
 
 
-app = _plain_app(add_completion=True, cls=_Program, no_args_is_help=True, epilog="mtrain VERB --help shows an example.")
+app = _plain_app(
+    add_completion=True,
+    cls=_Program,
+    no_args_is_help=True,
+    epilog="mtrain VERB --help shows an example.",
+    context_settings={"help_option_names": ["-h", "--help"]},  # verbs inherit them
+)
 
 
 def _print_version(is_given: bool) -> None:

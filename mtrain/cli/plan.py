@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain.base.errors import ConfigError
-from mtrain.cli.arguments import split_arguments, with_options
+from mtrain.cli.arguments import offered, split_arguments, with_options
 from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def plan(
             metavar="MODEL... [section.key=value...]",
             help="YAML files (of a model or a whole run), or a Hugging Face folder or config.json.",
             show_default=False,
+            autocompletion=offered,
         ),
     ],
     options: PlanOptions,

@@ -16,7 +16,16 @@ from mtrain.base.errors import ConfigError, UnfinishedError
 from mtrain.base.files import disk_faults
 from mtrain.base.ground import require_ground
 from mtrain.base.log import output_console
-from mtrain.cli.arguments import ConfigArguments, ModelArgument, Verbs, loaded_config, with_options
+from mtrain.cli.arguments import (
+    TAKES_KEYS,
+    ConfigArguments,
+    ModelArgument,
+    SectionedCommand,
+    Verbs,
+    loaded_config,
+    offered,
+    with_options,
+)
 from mtrain.cli.messages import one_message, one_verdict, this_rank
 
 if TYPE_CHECKING:
@@ -87,7 +96,7 @@ class VerifyOptions:
         return Request(self.layouts, self.steps, self.max_ranks, self.inject, _command(), at)
 
 
-@verify_app.command()
+@verify_app.command(cls=SectionedCommand)
 @with_options(VerifyOptions, steps=3)
 def parity(arguments: ConfigArguments, options: VerifyOptions) -> None:
     """Compares a small copy of the model under many layouts with one process in float64; exit 0 pass, 1 fail."""
@@ -100,7 +109,7 @@ def parity(arguments: ConfigArguments, options: VerifyOptions) -> None:
     _verify("parity", arguments, options, run)
 
 
-@verify_app.command()
+@verify_app.command(cls=SectionedCommand)
 @with_options(VerifyOptions, steps=6)
 def resume(
     arguments: ConfigArguments,
@@ -117,7 +126,7 @@ def resume(
     _verify("resume", arguments, options, run)
 
 
-@verify_app.command()
+@verify_app.command(cls=SectionedCommand)
 @with_options(VerifyOptions, steps=6)
 def preempt(arguments: ConfigArguments, options: VerifyOptions) -> None:
     """Starts a small copy of the run in real processes and stops it by signals in every phase; exit 0 pass, 1 fail."""
@@ -130,7 +139,7 @@ def preempt(arguments: ConfigArguments, options: VerifyOptions) -> None:
     _verify("preempt", arguments, options, run)
 
 
-@verify_app.command()
+@verify_app.command(cls=SectionedCommand)
 @with_options(VerifyOptions, steps=5)
 def hf(
     arguments: ConfigArguments,
@@ -150,7 +159,7 @@ def hf(
     _verify("hf", arguments, options, run, start)
 
 
-@verify_app.command()
+@verify_app.command(cls=SectionedCommand)
 @with_options(VerifyOptions, "output", "inject", "list_injections")
 def backend(
     arguments: ConfigArguments,
@@ -186,7 +195,7 @@ def backend(
     _verify("backend", arguments, options, run, start)
 
 
-@verify_app.command()
+@verify_app.command(cls=SectionedCommand)
 @with_options(VerifyOptions, "inject", "list_injections")
 def machine(
     options: VerifyOptions,
@@ -223,7 +232,7 @@ def machine(
     raise typer.Exit(report.exit_code)
 
 
-@verify_app.command()
+@verify_app.command(cls=SectionedCommand)
 def rollout(
     model: ModelArgument,
     rollouts: Annotated[
@@ -232,7 +241,10 @@ def rollout(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE...", help="Changes to the run's configuration, such as layout.ep=1.", show_default=False
+            metavar=TAKES_KEYS,
+            help="Changes to the run's configuration, such as layout.ep=1.",
+            show_default=False,
+            autocompletion=offered,
         ),
     ] = None,
     dtype: Annotated[RolloutDtype | None, typer.Option(help="Precision of the engine; by default the run's.")] = None,

@@ -17,10 +17,10 @@ launch_app = typer.Typer(cls=Verbs, help="Starts the ranks of a run.", no_args_i
 
 launch_app.command(cls=SectionedCommand)(slurm)
 launch_app.command(cls=SectionedCommand)(kubernetes)
-launch_app.command()(torchrun)
+launch_app.command(cls=SectionedCommand)(torchrun)
 
 
-@launch_app.command()
+@launch_app.command(cls=SectionedCommand)
 def local(
     arguments: ConfigArguments,
     num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Ranks to start.", show_default=False)],
