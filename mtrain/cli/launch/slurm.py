@@ -53,6 +53,9 @@ class JobOptions:
     ntasks_per_node: Annotated[int | None, _of(_RANKS, "Ranks of a node; by default one per GPU.")] = None
     cpus_per_task: Annotated[int | None, _of(_RANKS, "CPU cores of a rank; by default its share of the node.")] = None
     gpu: Annotated[str | None, _of(_RANKS, "GPU, such as h100, for which --dry-run predicts the hours.")] = None
+    gpu_memory: Annotated[
+        str | None, _of(_RANKS, "Memory of one GPU, such as 80GiB, which --dry-run compares with what the run needs.")
+    ] = None
     env_file: Annotated[Path | None, _of(_RANKS, "NAME=VALUE lines for the ranks; mode 0600.")] = None
     container: Annotated[str | None, _of(_IMAGE, "Image.")] = None
     container_runtime: Annotated[str, _of(_IMAGE, "pyxis or apptainer.")] = "pyxis"
@@ -114,7 +117,7 @@ def slurm(arguments: ConfigArguments, options: JobOptions) -> None:
         has_files = not options.without_files and options.container is None  # paths inside a container differ
         findings = _checked_files(arguments, has_files, options.serve, needs_weights=not options.dry_run)
         if options.dry_run:
-            _print_summary(arguments, job.num_ranks, options.gpu, has_files and not options.serve, findings)
+            _print_summary(arguments, job.num_ranks, options, has_files and not options.serve, findings)
             typer.echo(submission.files[SCRIPT], nl=False)
             return
         number = _submitted(submission, service)
@@ -177,7 +180,7 @@ def _warn_of_secrets(trackers: Sequence[str]) -> None:
 
 
 def _print_summary(
-    arguments: list[str], num_ranks: int, gpu: str | None, has_files: bool, findings: "Findings"
+    arguments: list[str], num_ranks: int, options: JobOptions, has_files: bool, findings: "Findings"
 ) -> None:
     """Prints the output of `mtrain check` to standard error, with the predicted hours if a GPU is named."""
     from mtrain.cli.check import look_at_gpus, print_findings
@@ -188,7 +191,10 @@ def _print_summary(
     with redirect_stdout(sys.stderr):
         config = loaded_config(arguments, counts_epochs=has_files)
         typer.echo("\n".join(plan_lines(config, num_ranks, notes_on(config))))
-        look_at_gpus(config, num_ranks, None, gpu, stated_machine(split_arguments(arguments)[0]), findings)
+        stated = stated_machine(split_arguments(arguments)[0])
+        look_at_gpus(config, num_ranks, options.gpu_memory, options.gpu, stated, findings)
+        if config.train.device != "cpu" and options.gpu_memory is options.gpu is stated is None:
+            findings.fact("GPU memory", "not compared with the table; add --gpu h100, or --gpu-memory 80GiB")
         print_findings(findings)
     if findings.faults:  # such as too little GPU memory
         raise typer.Exit(findings.exit_code)
