@@ -183,7 +183,8 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
             raise NumericError(f"{error}; {saver.give_up()}") from error
         if stopped_after is not None:
             return _record_stop(life, f"stopped by a signal after step {stopped_after}")
-        heartbeat.enter(Phase.EXPORT, heartbeat.step)
+        if config.checkpoint.export_hf_every_steps:
+            heartbeat.enter(Phase.EXPORT, heartbeat.step)
         # not a collective; no collective follows
         if not exporter.finish(lambda: signal.received is not None):
             return None

@@ -1,6 +1,7 @@
 """Display of numbers and curves: names, digits and colours for every view."""
 
 import colorsys
+import time
 
 from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.report.metrics.record import StepRecord, ValidRecord
@@ -49,6 +50,11 @@ def as_duration(seconds: float | None) -> str:
         return "-:--:--"
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
+def clock(time_s: float | None) -> str:
+    """Formats a Unix time in UTC, the clock of all pages, without naming the zone; empty if unknown."""
+    return "" if time_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(time_s))
 
 
 def as_size(num_bytes: int) -> str:

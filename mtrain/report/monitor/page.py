@@ -5,20 +5,27 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
+from pydantic import ValidationError
 
-from mtrain.base.errors import DataError
+from mtrain.arch import num_parameters
+from mtrain.base.errors import DataError, RankLostError
 from mtrain.base.files import disk_faults
 from mtrain.base.heartbeat import Beat
+from mtrain.base.yaml_text import read_yaml
 from mtrain.config.changes import flat_keys
+from mtrain.config.renamed import current_names
 from mtrain.config.schema.loss import MAIN_TERM
+from mtrain.config.schema.model import ModelSection
+from mtrain.hf.schema.registry import fitting_family
 from mtrain.report.metrics.plot import Curves, load_curves
 from mtrain.report.metrics.record import StepRecord, ValidRecord
-from mtrain.report.metrics.shown import as_duration, as_size
+from mtrain.report.metrics.shown import as_duration, as_size, clock
 from mtrain.report.monitor.status import RunState, RunStatus, read_beats, read_status
 from mtrain.report.pages.charts import Curve, history_chart
 from mtrain.report.pages.html import render, write_page
@@ -121,7 +128,7 @@ def _starts(events: Sequence[RunEvent], status: RunStatus, now_s: float) -> Iter
         ends = [event for event in of_start if event.kind in ENDS]
         if ends:
             last = ends[-1]
-            ended_s, end = last.time_s, f"{last.kind}: {last.text}" if last.text else str(last.kind)
+            ended_s, end = last.time_s, _end(last)
         elif after is None:
             ended_s, end = now_s, str(status.standing)
         else:
@@ -141,6 +148,27 @@ def _starts(events: Sequence[RunEvent], status: RunStatus, now_s: float) -> Iter
         )
 
 
+def _words(event: RunEvent) -> str:
+    """Returns what an event without a text says."""
+    ranks, layout = event.facts.get("world_size"), event.facts.get("layout")
+    if event.kind is EventKind.START:
+        return ", ".join([*([f"{ranks} ranks"] if ranks else []), *([str(layout)] if layout else [])])
+    return f"continues after step {event.step}" if event.kind is EventKind.RESUME and event.step else ""
+
+
+def _end(event: RunEvent) -> str:
+    """Returns how a start ended, in words."""
+    if event.kind is EventKind.FINISH:
+        return "finished"
+    return f"failed: {event.text}" if event.kind is EventKind.FAILURE else event.text or "stopped"
+
+
+def _left_with(beat: Beat) -> str:
+    """Returns how a rank left, in words."""
+    words = {None: "still there", "done": "finished its work", RankLostError.__name__: "lost another rank"}
+    return words.get(beat.left_with, f"failed: {beat.left_with}")
+
+
 def _number(value: object, otherwise: int) -> int:
     return value if isinstance(value, int) else otherwise
 
@@ -155,8 +183,14 @@ def run_page(run: RunHistory) -> str:
     status, keys = run.status, run.keys
     lines = list(_lines(run))
     tags = keys.get("run.tags") or []
-    notes = (status.standing.reason, keys.get("run.notes"), f"Tags: {', '.join(map(str, tags))}." if tags else "")
-    identity = {"model": _model(keys), "data": _data(keys), "devices": _devices(run.environment)}
+    tagged = f"Tags: {', '.join(map(str, tags))}." if tags else ""
+    notes = (status.standing.reason, keys.get("run.notes"), tagged, "All times are in UTC.")
+    identity = {
+        "model": _model(keys),
+        "architecture": _architecture(run.config),
+        "data": _data(keys),
+        "devices": _devices(run.environment),
+    }
     of = "" if status.num_steps is None else f" of {status.num_steps:,}"
     # only curves that share a picture need a legend
     names = [_TRAINING, *_set_names(run.curves.passes)]
@@ -176,8 +210,8 @@ def run_page(run: RunHistory) -> str:
         has_marks=bool(_marks(run)),
         lines=lines[-_MAX_ROWS:],
         num_left_out=max(0, len(lines) - _MAX_ROWS),
-        beats=run.beats[:_MAX_ROWS],
-        clock=_clock,
+        beats=[(beat, beat.place.replace("_", " and "), _left_with(beat)) for beat in run.beats[:_MAX_ROWS]],
+        clock=clock,
         as_duration=as_duration,
         as_size=as_size,
     )
@@ -194,6 +228,20 @@ def _model(keys: Mapping[str, Any]) -> str:
     if keys.get("adapter.rank"):
         parts.append(f"{keys.get('adapter.kind')} of rank {keys['adapter.rank']}")
     return "; ".join(parts)
+
+
+def _architecture(config: str) -> str:
+    """Returns the family, by its name in Hugging Face's config.json, and the number of parameters; empty if unknown."""
+    if not config:
+        return ""
+    content, _ = current_names(read_yaml(config).content, "config.yaml")
+    try:
+        model = ModelSection.model_validate(content.get("model"))
+    except ValidationError:  # of a version whose keys had other meanings
+        return ""
+    with suppress(DataError):
+        return f"{fitting_family(model).model_type}, {num_parameters(model):,} parameters"
+    return f"of no family of Hugging Face, {num_parameters(model):,} parameters"
 
 
 def _data(keys: Mapping[str, Any]) -> str:
@@ -347,12 +395,8 @@ def _lines(run: RunHistory) -> Iterator[dict[str, Any]]:
     reported: list[tuple[float | None, int, str, str]] = []
     for event in run.events:
         if event.kind is not EventKind.SAVE:
-            text = f"rank {event.rank}: {event.text}" if event.text and event.rank else event.text
+            text = f"rank {event.rank}: {event.text}" if event.text and event.rank else event.text or _words(event)
             reported.append((event.time_s, event.step, str(event.kind), text))
     reported += [(s.time_s, s.step, "skipped step", s.skipped) for s in run.curves.steps if s.skipped is not None]
     for time_s, step, kind, text in sorted(reported, key=lambda line: line[0] or 0.0):
-        yield {"time": _clock(time_s), "step": step, "kind": kind, "text": text}
-
-
-def _clock(time_s: float | None) -> str:
-    return "" if time_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+        yield {"time": clock(time_s), "step": step, "kind": kind, "text": text}

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mtrain.report.metrics.shown import as_duration, as_line, as_size, side_terms, step_numbers
+from mtrain.report.metrics.shown import as_duration, as_line, as_size, clock, side_terms, step_numbers
 from mtrain.report.monitor.status import RunState, RunStatus
 
 _COLOURS = {
@@ -46,7 +46,7 @@ def _lines(status: RunStatus, now_s: float) -> dict[str, Text]:
     standing, has_ended = status.standing, status.standing.state in _ENDED
     state = Text(str(standing), _COLOURS[standing.state])
     if standing.since_s is not None and (has_ended or standing.state in (RunState.SILENT, RunState.UNKNOWN)):
-        since = f" since {_clock(standing.since_s)}" if standing.state is RunState.SILENT else ""
+        since = f" since {clock(standing.since_s)} UTC" if standing.state is RunState.SILENT else ""
         state.append(f"{since}, {_ago(standing.since_s, now_s)}", "")
     lines = {"state": state, "step": Text(_step(status))}
     if not has_ended:
@@ -120,7 +120,7 @@ def _row(status: RunStatus) -> list[Text]:
     memory = "" if status.memory_bytes is None else as_size(status.memory_bytes)
     state = Text(str(standing), _COLOURS[standing.state])
     if standing.state is RunState.SILENT and standing.since_s is not None:
-        state.append(f" since {_clock(standing.since_s)}")
+        state.append(f" since {clock(standing.since_s)} UTC")
     alarms = [*([f"silent: {_listed(standing.silent_ranks)}"] if standing.silent_ranks else []), *status.alarms[-1:]]
     return [
         Text(status.name),
@@ -148,7 +148,3 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def _ago(time_s: float, now_s: float) -> str:
     return f"{as_duration(max(0.0, now_s - time_s))} ago"
-
-
-def _clock(time_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mtrain.base.errors import DataError
+from mtrain.base.heartbeat import Phase, heartbeat_file
 from mtrain.report.metrics.record import StepRecord, TermRecord, ValidRecord
 from mtrain.report.monitor.page import read_history, run_page, write_run_page
 from mtrain.runs.events import EventKind
@@ -16,9 +18,12 @@ from tests.browser import Browser
 from tests.cli.command_line import call
 from tests.elements import Element, assert_is_accessible, assert_is_self_contained, read_html, rows
 from tests.messages import refuses
+from tests.paths import CONFIGS
 from tests.report.metrics.records import step_record, valid_record, with_side_terms
 from tests.report.monitor.folders import append, beats, started
-from tests.verify.report.test_page import HOSTILE, LOWEST_CONTRAST, OVERFLOW, SMALLEST_PICTURE
+from tests.verify.report.test_page import HOSTILE, LOWEST_CONTRAST, OVERFLOW, SMALLEST_PICTURE, WIDE_TABLES
+
+LLAMA = "num_layers: 1, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, vocab_size: 64"
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +44,8 @@ def requeued(tmp_path_factory: pytest.TempPathFactory) -> Path:
     log.write(EventKind.FAILURE, 799, "DataError: no file", {"exit_code": 3})
     beats(folder, 0)
     beats(folder, 1, memory_bytes=3 * 2**30)
-    text = "run: {dir: x, notes: 'Does it help?', tags: [llama, warm-up]}\n"
-    text += "model: {hf: models/Qwen3-8B, num_layers: 36, hidden_size: 4096, vocab_size: 151936}\n"
+    text = 'run: {dir: x, notes: "Does it help?\\n  It does.", tags: [llama, warm-up]}\n'
+    text += (CONFIGS / "model" / "qwen3_8b.yaml").read_text() + "  hf: models/Qwen3-8B\n"
     text += "data: {kind: sft, seq_length: 4096, train: [{path: data/chat.jsonl}]}\ntrain: {global_batch_size: 64}\n"
     (folder / "config.yaml").write_text(text)
     environment = {"device": "cuda", "gpu": "NVIDIA H100 80GB HBM3", "world_size": "4", "layout": "tp2-pp1-cp1-dp2"}
@@ -98,10 +103,63 @@ def test_the_head_says_what_the_run_is(read: Element) -> None:
     head = read.all("dl")[0].text
     for shown in (
         "from models/Qwen3-8B; 36 layers of width 4,096, 151,936 tokens in the vocabulary",
+        "qwen3, 8,190,735,360 parameters",
         "sft; chat.jsonl; 64 samples of up to 4,096 tokens a step",
         "4 x NVIDIA H100 80GB HBM3, tp2-pp1-cp1-dp2",
     ):
         assert shown in head, head
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ("num_layers: 1", None),
+        ("absent_key: 1", None),
+        (f"{LLAMA}, logit_softcap: 7.0", "of no family of Hugging Face"),
+    ],
+)
+def test_a_head_says_only_what_is_known(model: str, shown: str | None, tmp_path: Path) -> None:
+    started(tmp_path)
+    (tmp_path / "config.yaml").write_text(f"run: {{dir: x}}\nmodel: {{{model}}}\n")
+    head = page(tmp_path).all("dl")[0].text
+    assert ("parameters" in head) == (shown is not None)
+    assert shown is None or shown in head
+
+
+def test_all_pages_have_one_clock(requeued: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page made elsewhere says the same times, of a zone that it names once."""
+    pages = []
+    for zone in ("UTC", "America/New_York", "Asia/Kolkata"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        pages.append(run_page(read_history(requeued, 2e9)))
+    monkeypatch.undo()
+    time.tzset()
+    assert len(set(pages)) == 1
+    assert read_html(pages[0]).all("main")[0].text.count("UTC") == 1
+    assert "2001-09-09 01:46:40" in pages[0], "10^9 seconds"
+
+
+def test_states_are_said_in_words(tmp_path: Path) -> None:
+    started(tmp_path).write(EventKind.FINISH, 4)
+    for rank, left_with in enumerate([None, "done", "RankLostError", "ValueError"]):
+        beats(tmp_path, rank, phase=Phase.FORWARD_BACKWARD)
+        path = heartbeat_file(tmp_path / "heartbeats", rank)
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"left_with": left_with}))
+    read = page(tmp_path)
+    ranks, events, starts = (
+        rows(next(each for each in read.all("table") if name in each.text))[1:]
+        for name in ("heartbeat of each rank", "Events except saves", "Every start")
+    )
+    assert [row[4] for row in ranks] == [
+        "still there",
+        "finished its work",
+        "lost another rank",
+        "failed: ValueError",
+    ]
+    assert {row[1] for row in ranks} == {"forward and backward of step 5"}
+    assert [row[:2] for row in events] == [["start", "2 ranks, tp2"], ["resume", ""], ["finish", ""]]
+    assert [row[-1] for row in starts] == ["finished"]
 
 
 def test_answers_are_listed(read: Element) -> None:
@@ -142,8 +200,8 @@ def test_all_starts_are_one_history(read: Element) -> None:
     table = next(each for each in read.all("table") if "Every start" in each.text)
     killed, stopped, failed = rows(table)[1:]
     assert killed[2:] == ["0", "6", "0", "tp2", "2", "no end is recorded: it was killed"]
-    assert stopped[2:] == ["4", "799", "2", "tp1", "2", "stop: stopped by a signal after step 799"]
-    assert failed[2:] == ["799", "799", "0", "tp2", "4", "failure: DataError: no file"]
+    assert stopped[2:] == ["4", "799", "2", "tp1", "2", "stopped by a signal after step 799"]
+    assert failed[2:] == ["799", "799", "0", "tp2", "4", "failed: DataError: no file"]
 
 
 def test_every_quantity_has_its_picture_with_a_mark_for_each_later_start(read: Element) -> None:
@@ -244,5 +302,7 @@ def test_a_browser_shows_the_page(written: Path, chromium: Browser, width: int, 
     assert chromium.evaluate(OVERFLOW) == 0, "the page itself does not scroll sideways"
     assert chromium.evaluate(SMALLEST_PICTURE) > 60
     assert chromium.evaluate(LOWEST_CONTRAST) >= 4.5
+    assert "Does it help?\n  It does." in chromium.evaluate("document.querySelector('header').innerText")
+    assert width < 1280 or chromium.evaluate(WIDE_TABLES) == []
     pictures = [name for role, name in chromium.accessible() if role == "image"]
     assert "loss by step, from 1 to 799" in pictures
