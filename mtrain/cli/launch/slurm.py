@@ -193,7 +193,7 @@ def _print_summary(
         typer.echo("\n".join(plan_lines(config, num_ranks, notes_on(config))))
         stated = stated_machine(split_arguments(arguments)[0])
         look_at_gpus(config, num_ranks, options.gpu_memory, options.gpu, stated, findings)
-        if config.train.device != "cpu" and options.gpu_memory is options.gpu is stated is None:
+        if config.train.device != "cpu" and (options.gpu_memory, options.gpu, stated) == (None, None, None):
             findings.fact("GPU memory", "not compared with the table; add --gpu h100, or --gpu-memory 80GiB")
         print_findings(findings)
     if findings.faults:  # such as too little GPU memory
