@@ -30,13 +30,29 @@ SOUGHT = {
     "gradient accumulation": "how-do-i",
     "epochs": "how-do-i",
     "wandb": "how-do-i",
+    "qlora": "training/lora",
+    "early stopping": "how-do-i",
+    "multi-node": "machines/slurm",
+    "out of memory": "how-do-i",
+    "oom": "how-do-i",
     "train.num_steps": "configuration",
 }
 """Words that people look for -> page that has to be among the answers."""
 TOO_WIDE = """
-[...document.querySelectorAll('.md-content pre, .md-content h1, .md-content h3')]
+[...document.querySelectorAll('.md-content h1, .md-content h3')]
   .filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.textContent.slice(0, 60))
 """
+BROKEN = """
+[...document.querySelectorAll('.md-content pre code')].flatMap(code => {
+  const found = [], range = document.createRange(), nodes = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
+  for (let node; node = nodes.nextNode();) for (const word of node.data.matchAll(/\\S+/g)) {
+    range.setStart(node, word.index), range.setEnd(node, word.index + word[0].length);
+    const tops = [...range.getClientRects()].map(each => each.top);
+    if (Math.max(...tops) - Math.min(...tops) > 5) found.push(word[0]);
+  }
+  return found })
+"""
+"""Words of code that are on two lines."""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +87,7 @@ def test_pages_open_from_files_on_a_desk_and_a_phone(site: Path, chromium: Brows
             assert visit.complaints == []
             assert [url for url in visit.requests if not url.startswith(("file:", "data:", "blob:"))] == []
             assert chromium.evaluate(TOO_WIDE) == [], (name, width)
+            assert chromium.evaluate(BROKEN) == [], (name, width)
             assert chromium.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
 
 
