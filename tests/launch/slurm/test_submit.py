@@ -286,12 +286,12 @@ def test_a_dry_run_writes_nothing(folder: Path) -> None:
         assert fact in shown.stderr
     assert "hours" not in shown.stderr, "no GPU is named"
     assert "hours on 2 x h100" in launch(folder, "run.dir=runs/a", "--nodes=2", "--dry-run", "--gpu=h100").stderr
-    for given, said in (
+    for options, said in (
         ([], "not compared with the table; add --gpu h100, or --gpu-memory 80GiB"),
         (["--gpu-memory=80GiB"], "fits: the heaviest rank needs"),
         (["--gpu=h100", "--gpu-memory=0.001MiB"], "does not fit: the heaviest rank needs"),
     ):
-        assert said in launch(folder, "run.dir=runs/a", "train.device=auto", "--nodes=2", "--dry-run", *given).stderr
+        assert said in launch(folder, "run.dir=runs/a", "train.device=auto", "--nodes=2", "--dry-run", *options).stderr
     assert not (folder / "runs").exists()
     assert not (folder / "calls").exists()
 
