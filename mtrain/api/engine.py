@@ -14,14 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.api.batches import (
-    AskedScores,
-    GlobalBatches,
-    checked_batch,
-    checked_config,
-    scores_of_samples,
-    token_scores,
-)
 from mtrain.api.hf_tensors import HfContent, HfTensors, WeightDeltas, need_group
 from mtrain.api.turns import SharedBase, Turns, open_engines
 from mtrain.arch import num_parameters
@@ -38,9 +30,18 @@ from mtrain.core.ranks.groups import opened_groups
 from mtrain.core.ranks.init import joined_distributed, on_first_rank
 from mtrain.core.ranks.party import purpose_of
 from mtrain.core.step.forward import forward_totals
+from mtrain.core.step.loss import FurtherScore
 from mtrain.core.step.results import EvalResult, ForwardResult, StepResult
 from mtrain.hf.io.broadcast import BUCKET_BYTES
 from mtrain.runs.folder import RunFolder
+from mtrain.training.batches import (
+    AskedScores,
+    GlobalBatches,
+    checked_batch,
+    checked_config,
+    scores_of_samples,
+    token_scores,
+)
 from mtrain.training.build import agreed, build_step, of_teacher
 from mtrain.training.export import exported_through_checkpoint
 from mtrain.training.resume import Progress, initialize, load_from, save_at
@@ -117,6 +118,7 @@ class Engine(Turns):
         entropy: bool = False,
         temperature: float | None = None,
         routed_experts: bool = False,
+        likeliest: bool = False,
     ) -> ForwardResult:
         """Returns the log-probability of each token under the current weights; no gradient, no dropout.
 
@@ -130,12 +132,16 @@ class Engine(Turns):
                 None: `Datum.temperature` of each sample, by default 1.
             routed_experts: Whether to return each token's experts, for `Datum.routed_experts` of later passes; one more
                 all-reduce over all ranks for each layer with experts.
+            likeliest: Whether to say of each token if no other is likelier, as greedy decoding asks, which costs one
+                more all-reduce over tensor-parallel ranks for each chunk of tokens.
 
         Raises:
             ConfigError: Routed experts are requested or given, but the model has no experts, or drops tokens.
             DataError: A sample does not fit the configuration.
         """
-        query = AskedScores(entropy, temperature, routed_experts)
+        wanted: dict[FurtherScore, bool] = {"entropy": entropy, "likeliest": likeliest}
+        further = tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        query = AskedScores(further, temperature, routed_experts)
         return token_scores(batch, query, self._built().model, self._batches)
 
     def scores(self, batch: Sequence[Datum]) -> list[float]:

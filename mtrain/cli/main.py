@@ -50,6 +50,7 @@ VERBS = {
         "convert": Verb("convert:convert_app", "Converts between Hugging Face models and checkpoints."),
         "inspect": Verb("inspect:inspect_app", "Inspects, compares and verifies checkpoints."),
         "generate": Verb("ranks:generate", "Continues prompts, or answers them."),
+        "eval": Verb("ranks:evaluate", "Evaluates a model on tasks of lm-eval."),
     },
 }
 """Group of the help page -> its verbs."""

@@ -1,5 +1,6 @@
-"""`mtrain train`, `serve` and `generate`: verbs that run as a single rank, or as ranks under torchrun or srun."""
+"""`mtrain train`, `serve`, `generate` and `eval`: verbs that run as one rank, or as ranks under torchrun or srun."""
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -106,3 +107,51 @@ def generate(
             return
     for question, answer in zip(questions, texts):
         typer.echo(f"\n> {shown(question)}\n{answer}")
+
+
+def evaluate(
+    model: ModelArgument,
+    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, separated by commas: names, groups, tags, patterns.")],
+    include_path: Annotated[
+        Path | None, typer.Option(help="Folder with YAML files of your own tasks.", show_default=False)
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Solved examples before each question; default: as each task says.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task, from the first.")] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens that the model reads; default: by its config.json, else data.seq_length."),
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Put questions as user messages in the chat template.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="File for all results, as JSON.", show_default=False)] = None,
+) -> None:
+    """Evaluates a model on tasks of lm-eval.
+
+    Under torchrun or srun, the layout of the model's run divides it over the ranks; no layout changes the results by
+    more than rounding.
+    """
+    with one_message(this_rank()):
+        require_ground()
+        from mtrain.base.files import write_atomically
+        from mtrain.config.schema.train import EvalSection
+        from mtrain.training.tasks.harness import table  # loads torch
+        from mtrain.training.tasks.run import evaluate_model
+
+        section = EvalSection(
+            tasks=tuple(name for name in tasks.split(",") if name),
+            include_path=None if include_path is None else str(include_path),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            apply_chat_template=apply_chat_template,
+        )
+        if not section.tasks:
+            raise typer.BadParameter("no task is given; name at least one", param_hint="--tasks")
+        results = evaluate_model(model, section, max_length)
+        if RankEnvironment.from_environ(os.environ).rank > 0:
+            return
+        if output is not None:
+            write_atomically(output, json.dumps(results.report, indent=1, sort_keys=True) + "\n")
+        typer.echo(table(results.report))

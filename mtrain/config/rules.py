@@ -63,17 +63,36 @@ def validation(valid: ValidSection, data: AnyData) -> Iterator[str]:
         )
 
 
+def judging(evaluation: EvalSection, valid: ValidSection, data: AnyData) -> Iterator[str]:
+    """Checks that valid.metric names something that the run evaluates."""
+    of_tasks, name = valid.metric is not None and "/" in valid.metric, valid.metric
+    sets = data.valid_sets if isinstance(data, FilesSection) else {}
+    if of_tasks and not evaluation.tasks:
+        yield f"valid.metric={name} is a metric of a task, but no tasks are evaluated; set eval.tasks, or remove it"
+    elif not of_tasks and name is not None and name not in (sets or {"valid": ()}):
+        yield (
+            f"valid.metric={name} is neither a set of data.valid ({', '.join(sets or ['valid'])}) nor task/metric; "
+            "name one of them"
+        )
+    if valid.patience is not None and not of_tasks and not valid.interval_steps:
+        yield (
+            f"valid.patience={valid.patience} counts validations, but valid.interval_steps=0; set valid.interval_steps"
+        )
+
+
 def prompts(evaluation: EvalSection, valid: ValidSection, model: ModelSection, data: AnyData) -> Iterator[str]:
-    """Checks that prompts have a schedule, a tokenizer and layers that can generate."""
-    if not evaluation.is_on:
+    """Checks that prompts and tasks have a schedule and a tokenizer, and prompts layers that can generate."""
+    key = "eval.prompts" if evaluation.has_prompts else "eval.tasks"
+    if not (evaluation.has_prompts or evaluation.tasks):
         return
     if evaluation.interval_steps is None and not (valid.interval_steps or valid.at_start or valid.at_end):
         yield (
-            "eval.prompts are never answered, since the run does not validate; set eval.interval_steps, or turn "
-            "validation on"
+            f"{key} are never answered, since the run does not validate; set eval.interval_steps, or turn validation on"
         )
     if data.tokenizer is None:
-        yield "eval.prompts are texts, but data.tokenizer is not set; name the tokenizer, or remove the prompts"
+        yield f"{key} are texts, but data.tokenizer is not set; name the tokenizer, or remove {key}"
+    if not evaluation.has_prompts:
+        return
     if model.backend == "te":
         yield "eval.prompts need layers that can generate, but model.backend=te; set model.backend=torch"
     if model.has_transformer_engine_experts:
@@ -349,8 +368,8 @@ def heads(config: Sections) -> Iterator[str]:
         yield f"{key} is one class, which every sequence would have; set it to their number"
     if loss.side_terms or loss.teacher is not None:
         yield f"loss.side_terms and loss.teacher need predicted tokens, but {key} predicts none; remove them"
-    if config.eval.is_on:
-        yield f"eval.prompts need generated text, but a model with {key} generates none; remove them"
+    if config.eval.has_prompts or config.eval.tasks:
+        yield f"eval.prompts and eval.tasks need predicted tokens, but {key} predicts none; remove them"
     if isinstance(config.data, SftSection) and config.data.too_long == "split":
         yield f"data.too_long=split would judge parts of a sequence under {key}; set it to end, start or drop"
     if isinstance(config.data, FilesSection) and not isinstance(config.data, SftSection):

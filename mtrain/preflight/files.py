@@ -44,7 +44,7 @@ def look_at_files(config: Config, findings: Findings) -> None:
                 _look_at_records(config, config.data, tokenizer, findings)
         case _:
             assert_never(config.data)
-    if config.eval.is_on and tokenizer is not None:
+    if config.eval.has_prompts and tokenizer is not None:
         with findings.looking():
             from mtrain.training.sampling.prompts import questions_of, read_prompts  # jinja2, as below
 

@@ -24,6 +24,7 @@ from mtrain.preflight.findings import Findings
 from mtrain.report.metrics.trackers.open import refuse_missing
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import refuse_if_held
+from mtrain.training.tasks.harness import refuse_missing_harness
 
 if TYPE_CHECKING:
     from mtrain.data.sources import OpenedData
@@ -43,6 +44,10 @@ def look(config: Config, findings: Findings, needs_weights: bool = True, *, is_n
         with findings.looking():
             refuse_missing(config.metrics.trackers)
             findings.fact("trackers", ", ".join(config.metrics.trackers))
+    if config.eval.tasks:
+        with findings.looking():
+            refuse_missing_harness()
+            findings.fact("tasks", ", ".join(config.eval.tasks))
     if config.checkpoint.export_hf_every_steps:
         with findings.looking():
             from mtrain.hf.schema.registry import refuse_unexportable  # loads all families, which few checks need

@@ -221,10 +221,11 @@ def validation_inputs(sets: Mapping[str, str]) -> dict[str, str]:
     return {f"{VALID}.{name}": fingerprint for name, fingerprint in sets.items()}
 
 
-def valid_measure(loss: LossSection, data: AnyData, inputs: Mapping[str, str]) -> str | None:
-    """Hashes everything that defines the validation loss, so that equal hashes mean comparable losses: the first set
-    and the main term. None without a set."""
-    first = next((value for key, value in inputs.items() if key.startswith(f"{VALID}.")), None)
+def valid_measure(loss: LossSection, data: AnyData, inputs: Mapping[str, str], name: str | None = None) -> str | None:
+    """Hashes everything that defines the validation loss, so that equal hashes mean comparable losses: the set of this
+    name, by default the first, and the main term. None without a set."""
+    sets = {key: value for key, value in inputs.items() if key.startswith(f"{VALID}.")}
+    first = next(iter(sets.values()), None) if name is None else sets.get(f"{VALID}.{name}")
     if first is None:
         return None
     # without defaults, so that a key that a later version adds leaves the hash unchanged

@@ -9,6 +9,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from mtrain.config.schema.loss import MAIN_TERM
+from mtrain.config.schema.train import EvalSection, ValidSection
 from mtrain.core.engine.loss_reduction import Totals
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.loss.objective import Objective
@@ -34,6 +35,13 @@ class Due(NamedTuple):
         if step == 0:
             return self.at_start
         return (self.every > 0 and step % self.every == 0) or (self.at_end and step == last)
+
+
+def due_of_eval(evaluation: EvalSection, valid: ValidSection) -> Due:
+    """Returns when prompts and tasks are due: at their own interval, or with each validation."""
+    if evaluation.interval_steps is not None:
+        return Due(evaluation.interval_steps)
+    return Due(valid.interval_steps, valid.at_end, valid.at_start)
 
 
 @dataclass(frozen=True)

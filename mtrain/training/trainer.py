@@ -22,7 +22,7 @@ from mtrain.base.signals import StopSignal
 from mtrain.checkpoint.state.replicas import ReplicaCheck
 from mtrain.checkpoint.state.save import Provenance, Saver
 from mtrain.checkpoint.store.directory import newest_good
-from mtrain.checkpoint.store.manifest import GitState
+from mtrain.checkpoint.store.manifest import GitState, MetricInfo
 from mtrain.checkpoint.store.retention import Keep, Retention
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
@@ -47,12 +47,14 @@ from mtrain.core.ranks.party import purpose_of
 from mtrain.data.shown import as_text
 from mtrain.data.sources import with_num_steps
 from mtrain.hf.schema.registry import refuse_unexportable
+from mtrain.report.metrics.record import TaskRecord, ValidRecord
 from mtrain.report.metrics.sinks import Sinks
 from mtrain.runs.failure import clear_summary, recording
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.goodput import StartAccount
 from mtrain.runs.lock import RunLock
 from mtrain.training.bad_steps import Guard, RollBackError, StepOutcome, StepTrial, named, roll_back
+from mtrain.training.best import Patience, Results
 from mtrain.training.build import Run, build_run
 from mtrain.training.changed import valid_measure
 from mtrain.training.checkpoint_self_test import run_self_test
@@ -61,6 +63,7 @@ from mtrain.training.export import Exporter
 from mtrain.training.recording import Life, SlowRanks, StepProfiler, open_sinks, record_of
 from mtrain.training.resume import claim
 from mtrain.training.sampling.generate import PromptSamples
+from mtrain.training.tasks.run import RunTasks
 
 _log = logging.getLogger(__name__)
 
@@ -174,9 +177,10 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         resources.callback(profiler.close)
         samples = PromptSamples(config, folder, run.model.chunks, groups.rank == 0)
         records.callback(samples.close)
+        tasks = RunTasks(run.model)
         reopen = functools.partial(open_sinks, folder=folder, lock=lock, life=life)
         reporting = (heartbeat, life, account, slow, profiler)
-        loop = _Loop(run, folder, Guard(config.train, run.history), saver, exporter, samples, signal, *reporting)
+        loop = _Loop(run, folder, Guard(config.train, run.history), saver, exporter, samples, tasks, signal, *reporting)
         try:
             stopped_after = loop.run_with_rollbacks(records, reopen)
         except NumericError as error:  # on all ranks
@@ -234,7 +238,9 @@ def _origin(run: Run) -> Provenance:
     checkout = git_checkout()
     git = None if checkout is None else GitState(commit=checkout.commit, dirty=checkout.dirty)
     config = run.model.config
-    measure = valid_measure(config.loss, config.data, run.inputs)
+    # with tasks, or for the first of the sets
+    name = config.valid.metric if config.valid.metric in {validation.name for validation in run.validation} else None
+    measure = valid_measure(config.loss, config.data, run.inputs, name)
     return Provenance(run.loader.fingerprint, git, run.changes, run.inputs, measure)
 
 
@@ -291,6 +297,7 @@ class _Loop:
     exporter: Exporter
     samples: PromptSamples
     """Answers to the prompts of `eval`, not training samples."""
+    tasks: RunTasks
     signal: StopSignal
     heartbeat: Heartbeat
     life: Life
@@ -339,20 +346,42 @@ class _Loop:
         self._trial = StepTrial(run, self.guard, self.heartbeat)
         self._tokens = run.tokens
         self.samples.begin(start)
+        self._patience = self._patience_so_far(start)
+        if self._patience.is_over:
+            self._end_early(start)
+            return None
         if start == 0:
-            self._validate_if_due(0)
-            self._answer_prompts_if_due(0)
+            self._patience.add(0, self.tasks.metric.of(self._evaluate_if_due(0)))
         pinned = run.model.groups.device.type == "cuda"
         with contextlib.nullcontext() if run.loader is None else run.loader.iterate(start, pinned) as batches:
             for step in range(start + 1, self._last + 1):
                 self.heartbeat.enter(Phase.DATA, step)
                 microbatches = None if batches is None else next(batches)
                 made = self._train(microbatches, step)
-                valid_loss = self._validate_if_due(step)
-                self._answer_prompts_if_due(step)
-                if self._end_step(made, microbatches, step, valid_loss):
+                results = self._evaluate_if_due(step)
+                self._patience.add(step, self.tasks.metric.of(results))
+                if self._patience.is_over:
+                    self._end_early(step)
+                if self._end_step(made, microbatches, step, results):
                     return step
+                if step == self._last:
+                    break
         return None
+
+    def _patience_so_far(self, start: int) -> Patience:
+        """Returns the results of earlier starts up to the step that this one continues from. Collective over the
+        world."""
+        patience = Patience(self.tasks.metric, self.run.model.config.valid)
+        if start > 0 and patience.section.patience is not None:
+            on_first_rank(lambda: patience.read(self.folder.metrics))
+        patience.best, patience.num_waited = on_first_rank(lambda: (patience.best, patience.num_waited))
+        return patience
+
+    def _end_early(self, step: int) -> None:
+        """Makes this step the last one."""
+        self._last = step
+        if self.run.model.groups.rank == 0:
+            _log.info(f"the run ends early after step {step}: {self._patience}; raise valid.patience to train on")
 
     def _train(self, microbatches: Sequence[Microbatch] | None, step: int) -> StepOutcome:
         """Makes one step and records it."""
@@ -381,8 +410,22 @@ class _Loop:
         self.saver.poll()
         return made
 
-    def _validate_if_due(self, step: int) -> float | None:
-        """Returns the loss of the first validation set, in nats; None if nothing was validated."""
+    def _evaluate_if_due(self, step: int) -> Results:
+        """Validates, evaluates the tasks and answers the prompts of `eval`; returns the results after this step."""
+        results = [self._validate_if_due(step), self._evaluate_tasks_if_due(step)]
+        self._answer_prompts_if_due(step)
+        return [record for record in results if record is not None]
+
+    def _evaluate_tasks_if_due(self, step: int) -> TaskRecord | None:
+        if not self.tasks.due.after(step, self._last):
+            return None
+        self.heartbeat.enter(Phase.VALIDATION, step)
+        with named(f"tasks after step {step}"):
+            record = self.tasks.take(self.run, step)
+        self._sinks.write(record)
+        return record
+
+    def _validate_if_due(self, step: int) -> ValidRecord | None:
         run = self.run
         if not self._validation.after(step, self._last) or not run.validation:
             return None
@@ -390,7 +433,7 @@ class _Loop:
         with named(f"validation after step {step}"):
             record = evaluate_all(run.model, run.objective, run.validation, step, run.teacher)
         self._sinks.write(record)
-        return record.valid_loss
+        return record
 
     def _answer_prompts_if_due(self, step: int) -> None:
         """Answers the prompts of `eval`."""
@@ -400,7 +443,7 @@ class _Loop:
                 self.samples.take(self.run, step, self._sinks)
 
     def _end_step(
-        self, made: StepOutcome, microbatches: Sequence[Microbatch] | None, step: int, valid_loss: float | None
+        self, made: StepOutcome, microbatches: Sequence[Microbatch] | None, step: int, results: Results
     ) -> bool:
         """Checks and saves the state after a step; returns whether the run stops before its last step."""
         is_last = step == self._last
@@ -411,7 +454,7 @@ class _Loop:
         if self._replicas.after(step, self._last) or (is_saved and self._replicas.every > 0):
             with named(f"after step {step}"):
                 self._replica_check.run(self.run.model)
-        if valid_loss is not None:
+        if any(isinstance(record, ValidRecord) for record in results):
             self.saver.confirm(step)
         elif is_saved and is_last and made.has_learned:
             # no later step shows whether these weights are usable
@@ -422,6 +465,13 @@ class _Loop:
         if is_saved:
             self.heartbeat.enter(Phase.SAVE, step)
             self.exporter.expect(step)
-            self.saver.save(step, valid_loss, self._tokens, self.guard.history)
+            self.saver.save(step, self._judged(results), self._tokens, self.guard.history)
         self.exporter.poll()
         return is_stopped
+
+    def _judged(self, results: Results) -> float | MetricInfo | None:
+        """Returns the value of valid.metric for the manifest; None if it was not evaluated."""
+        metric, value = self.tasks.metric, self.tasks.metric.of(results)
+        if value is None or not metric.is_of_tasks:
+            return value
+        return metric.info(value, self.run.model.config.eval)

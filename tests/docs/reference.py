@@ -20,7 +20,7 @@ from mtrain.checkpoint.store.manifest import CheckpointInfo, FileInfo, Manifest,
 from mtrain.cli.arguments import EXAMPLES as EXAMPLES_OF_VERBS
 from mtrain.cli.main import VERBS, app
 from mtrain.config.keys import Key, described_keys
-from mtrain.report.metrics.record import OF_THE_MACHINE, ChangeRecord, StepRecord, TermRecord, ValidRecord
+from mtrain.report.metrics.record import OF_THE_MACHINE, ChangeRecord, StepRecord, TaskRecord, TermRecord, ValidRecord
 from mtrain.runs.folder import RunFolder
 from tests.paths import CONFIGS, DOCS
 
@@ -171,6 +171,7 @@ RECORDS = {
         ValidRecord,
         "One pass over the validation sets; all numbers but `seconds` and `valid_sets` are of the first set.",
     ),
+    "tasks": (TaskRecord, "One evaluation of the tasks in `eval.tasks`."),
     "change": (ChangeRecord, "A key that a start has changed, as `checkpoint.allow_changed` permits."),
     "term": (TermRecord, "A value of `terms`, `sources` and `valid_sets`."),
 }

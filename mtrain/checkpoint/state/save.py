@@ -44,6 +44,7 @@ from mtrain.checkpoint.store.manifest import (
     CheckpointInfo,
     FileInfo,
     GitState,
+    MetricInfo,
     TrainingState,
     write_state,
 )
@@ -176,7 +177,7 @@ class Saver:
     def save(
         self,
         step: int,
-        valid_loss: float | None = None,
+        judged: float | MetricInfo | None = None,
         tokens: int = 0,
         history: BadStepHistory = NO_BAD_STEPS,
     ) -> None:
@@ -185,7 +186,7 @@ class Saver:
         Waits for a save in flight first. Collectives: one all-reduce and one broadcast of small objects.
 
         Args:
-            valid_loss: Validation loss at this step; None without a validation.
+            judged: Validation loss or metric of tasks at this step, which retention compares; None without one.
             tokens: Text tokens that the run has consumed.
 
         Raises:
@@ -214,8 +215,9 @@ class Saver:
             changes=self._origin.changes,
             skipped=history.skipped,
             inputs=dict(self._origin.inputs),
-            valid_loss=valid_loss,
-            valid_measure=None if valid_loss is None else self._origin.valid_measure,
+            valid_loss=judged if isinstance(judged, float) else None,
+            valid_measure=self._origin.valid_measure if isinstance(judged, float) else None,
+            task_metric=judged if isinstance(judged, MetricInfo) else None,
             base=base_of(model),
             reference=self._config.loss.reference,
         )

@@ -184,6 +184,17 @@ class BaseInfo(BaseModel):
     """Fingerprint of its bits (checkpoint/format/fingerprint.py), the same under every layout and from every origin."""
 
 
+class MetricInfo(BaseModel):
+    """Value of the tasks' metric that valid.metric names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """`task/metric`, with the options of the tasks; only values of the same name compare."""
+    value: float
+    is_better_if_higher: bool
+
+
 class CheckpointInfo(BaseModel):
     """Facts about a checkpoint, without its files."""
 
@@ -207,10 +218,12 @@ class CheckpointInfo(BaseModel):
     """Configuration key -> fingerprint of what it names, for the run's inputs besides its training data: source code of
     the user's loss functions, teacher, validation sets."""
     valid_loss: float | None = None
-    """Validation loss at this step in nats; None without a validation."""
+    """Validation loss at this step in nats, of the set that valid.metric names; None without a validation."""
     valid_measure: str | None = None
     """Fingerprint of the samples and loss function of `valid_loss`; only losses with the same one compare. None without
     a validation, and in checkpoints from before this field."""
+    task_metric: MetricInfo | None = None
+    """Value at this step of the metric of eval.tasks that valid.metric names; None if it names none."""
     changes: tuple[ChangeInfo, ...] = ()
     """Changes to the configuration up to this step, in order."""
     skipped: tuple[SkippedInfo, ...] = ()
@@ -254,7 +267,9 @@ class Manifest(CheckpointInfo):
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest with its own SHA-256, atomically; raises OSError if the disk fails."""
-    body = manifest.model_dump_json(indent=1).encode()
+    # without the metric if it is None, so that versions that do not know the key can read the file
+    absent = {"task_metric"} if manifest.task_metric is None else set[str]()
+    body = manifest.model_dump_json(indent=1, exclude=absent).encode()
     seal = _SEAL % hashlib.sha256(body).hexdigest().encode()
     write_atomically(folder / MANIFEST_NAME, (body.removesuffix(b"\n}") + seal).decode())
 

@@ -34,7 +34,7 @@ class Keep(NamedTuple):
     every: int | None = None
     """Interval in steps whose multiples are kept forever; None keeps none."""
     best: int = 0
-    """Number of checkpoints to keep with the lowest validation loss of each measure; among equals, the newest."""
+    """Number of checkpoints to keep with the best value of each measure (valid.metric); among equals, the newest."""
 
     @classmethod
     def of(cls, section: CheckpointSection) -> Keep:
@@ -63,9 +63,18 @@ def apply_retention(root: Path, keep: Keep, confirmed: int) -> list[int]:
     """Deletes old checkpoints, and returns their steps. Damaged and unconfirmed checkpoints neither count nor are
     deleted, so the newest good one always stays, and so does one that is being read."""
     good = {step: manifest for step, manifest in whole_steps(root).items() if step <= confirmed}
-    losses = {step: info.valid_loss for step, info in good.items() if info.valid_loss is not None}
-    measures = {step: info.valid_measure for step, info in good.items()}
-    return [step for step in to_delete(good, keep, losses, measures) if delete_checkpoint(root, step)]
+    costs = {step: cost for step, info in good.items() if (cost := _cost(info)) is not None}
+    measures = {
+        step: info.valid_measure if info.task_metric is None else info.task_metric.name for step, info in good.items()
+    }
+    return [step for step in to_delete(good, keep, costs, measures) if delete_checkpoint(root, step)]
+
+
+def _cost(info: Manifest) -> float | None:
+    """Returns the number by which the best checkpoint has the lowest; None if the step was not judged."""
+    if (metric := info.task_metric) is None:
+        return info.valid_loss
+    return -metric.value if metric.is_better_if_higher else metric.value
 
 
 def whole_steps(root: Path) -> dict[int, Manifest]:

@@ -157,7 +157,7 @@ class FilesSection(DataSection):
     """Blends that replace it, each at a given step."""
     valid: HeldOutSources = ()
     """Sources of a validation set, or several sets as `{name: [sources]}`. Each set has its own loss; the first set's
-    is `valid_loss`, which decides the best checkpoints."""
+    is `valid_loss`, which decides the best checkpoints unless valid.metric names another set."""
     test: tuple[SourceSection, ...] = ()
     """Sources of the test set."""
     split: tuple[float, float, float] | None = None

@@ -68,6 +68,7 @@ class Config(Sections):
         yield from rules.steps(train, self.optimizer)
         yield from rules.validation(self.valid, data)
         yield from rules.prompts(self.eval, self.valid, model, data)
+        yield from rules.judging(self.eval, self.valid, data)
         yield from rules.tensor_parallel(model, layout)
         yield from rules.pipeline(model, layout)
         yield from rules.experts(model, layout)

@@ -37,9 +37,9 @@ class CheckpointSection(Section):
     keep_every_steps: int | None = Field(None, gt=0)
     """Interval of checkpoints that are never deleted: those at multiples of this step count; null: none."""
     keep_best: int = Field(0, ge=0)
-    """Number of checkpoints with the lowest validation loss to keep as well, among those saved at a validated step; 0:
-    none. Losses over different samples or of different loss functions cannot be compared: after a start that changes
-    these, this many are kept for each kind of loss."""
+    """Number of checkpoints with the best value of valid.metric, by default the lowest validation loss, to keep as
+    well, among those saved at a validated step; 0: none. Losses over different samples or of different loss functions
+    cannot be compared: after a start that changes these, this many are kept for each kind of loss."""
     async_save: bool = True
     """Whether training continues while a checkpoint is written from a copy in host memory, as large as a rank's state;
     false: it waits for the disk."""

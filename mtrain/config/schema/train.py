@@ -280,7 +280,7 @@ AnyOptimizer = Annotated[
 
 
 class ValidSection(Section):
-    """Validation, which evaluates each sample of a set exactly once."""
+    """Validation, which evaluates each sample of a set exactly once, and what follows from its results."""
 
     interval_steps: int = Field(0, ge=0)
     """Steps between two validations; 0: validation only by at_start and at_end."""
@@ -290,14 +290,38 @@ class ValidSection(Section):
     """Whether the run validates after its last step."""
     max_samples: Annotated[int | None, bounds.SAMPLES] = Field(None, gt=0)
     """Number of samples to evaluate, from the first; null: the whole set."""
+    metric: str | None = Field(None, min_length=1)
+    """Number that decides the best checkpoints and early stopping: the loss of a set of data.valid, by its name, or
+    `task/metric` of eval.tasks, such as `arc_easy/acc_norm`. null: the loss of the first set."""
+    patience: int | None = Field(None, gt=0)
+    """Number of results of `metric` in a row without a better one after which the run ends early, with a checkpoint;
+    null: it trains all steps."""
+    min_improvement: float = Field(0.0, ge=0)
+    """Difference from the best result, in units of `metric`, above which another one counts as better; patience
+    only."""
+
+    def broken_rules(self) -> Iterator[str]:
+        if self.min_improvement > 0 and self.patience is None:
+            yield f"min_improvement={self.min_improvement} is for early stopping; set patience, or remove it"
 
 
 class EvalSection(Section):
-    """Prompts that the model answers during training; the answers go to samples.jsonl in the run folder.
+    """Prompts and tasks that the model answers during training. Answers to prompts go to samples.jsonl in the run
+    folder, metrics of tasks to metrics.jsonl.
 
     They do not change the training by a single bit.
     """
 
+    tasks: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=1000)
+    """Tasks of lm-eval, such as [arc_easy, my_task]: names, groups, tags or patterns (docs/training/tasks.md)."""
+    include_path: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
+    """Folder with YAML files of your own tasks; null: only lm-eval's."""
+    num_fewshot: int | None = Field(None, ge=0, le=1000)
+    """Number of solved examples before each question; null: as each task says."""
+    limit: int | None = Field(None, gt=0)
+    """Number of questions of each task, from the first; null: all."""
+    apply_chat_template: bool = False
+    """Whether tasks put their questions as user messages in the run's chat template."""
     prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=1000)
     """Texts to continue, or user messages."""
     prompts_file: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
@@ -306,7 +330,7 @@ class EvalSection(Section):
     chat: bool | None = None
     """Whether the run's chat template writes each text as a user message; null: if the run has a template."""
     interval_steps: Annotated[int | None, bounds.STEPS] = Field(None, gt=0)
-    """Steps between two answers; null: whenever the run validates, as `valid` says."""
+    """Steps between two evaluations of prompts and tasks; null: whenever the run validates, as `valid` says."""
     max_new_tokens: Annotated[int, bounds.POSITIONS] = Field(64, gt=0)
     """Largest number of tokens in an answer, which ends earlier at the end token."""
     temperature: float = Field(0.0, ge=0)
@@ -319,12 +343,16 @@ class EvalSection(Section):
     """Seed of sampling; the same numbers are drawn at every step."""
 
     @property
-    def is_on(self) -> bool:
+    def has_prompts(self) -> bool:
         """Whether any prompts are given."""
         return bool(self.prompts) or self.prompts_file is not None
 
     def broken_rules(self) -> Iterator[str]:
-        if self.interval_steps is not None and not self.is_on:
+        if self.interval_steps is not None and not (self.has_prompts or self.tasks):
             yield (
-                f"interval_steps={self.interval_steps}, but no prompts are given; set eval.prompts or eval.prompts_file"
+                f"interval_steps={self.interval_steps}, but neither prompts nor tasks are given; set eval.prompts, "
+                "eval.prompts_file or eval.tasks"
             )
+        options = {"include_path": self.include_path, "num_fewshot": self.num_fewshot, "limit": self.limit}
+        if not self.tasks and (given := [name for name, value in options.items() if value is not None]):
+            yield f"{given[0]}={options[given[0]]} is for tasks, but none are given; set eval.tasks, or remove it"

@@ -97,7 +97,7 @@ def unbuildable(config: Sections) -> list[str]:
         "model.experts needs model.experts.implementation=te under train.fp8": (
             is_in_8_bits and not config.model.has_transformer_engine_experts
         ),
-        "eval.prompts need torch layers, which generate": config.eval.is_on,
+        "eval.prompts need torch layers, which generate": config.eval.has_prompts,
         "train.fp8 with model.backend=torch is of our own layers": config.has_own_fp8,
     }
     unmet = [reason for reason, holds in reasons.items() if holds]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from mtrain.core.step.teacher import Teacher
 
 ScalarOf = Callable[[Mapping[str, LossPair]], Tensor]
 """Maps the pairs of all terms to the scalar to differentiate; linear in the numerators."""
+FurtherScore = Literal["entropy", "likeliest"]
+"""Score of a position besides its label's log-probability: the entropy of the distribution in nats, or 1 if no token is
+likelier than the label, else 0."""
 
 
 class OutputLoss:
@@ -246,16 +249,16 @@ def label_log_probs(
     batch: Microbatch,
     config: Config,
     groups: Groups,
-    with_entropy: bool = False,
+    also: Sequence[FurtherScore] = (),
     temperature: float = 1.0,
 ) -> Tensor:
-    """Returns the log-probability of every label, masked tokens included, and optionally the entropy.
+    """Returns the log-probability of every label, masked tokens included, and further scores of each position.
 
-    Two all-reduces over TP for each chunk of tokens, three with the entropy. The logits are divided by the batch's own
-    temperatures (an extra with one per token) if it has them, else by `temperature`.
+    Two all-reduces over TP for each chunk of tokens, and one for each further score. The logits are divided by the
+    batch's own temperatures (an extra with one per token) if it has them, else by `temperature`.
 
     Returns:
-        Log-probabilities in nats, [1, batch, seq] float32; [2, batch, seq] with the entropies second.
+        Log-probabilities in nats, then the scores in `also`, in its order, [1 + len(also), batch, seq] float32.
     """
     hidden, weight = logits.main.operands()
     (seq, num_rows), labels = hidden.shape[:2], batch.labels.t().reshape(1, -1)
@@ -266,8 +269,10 @@ def label_log_probs(
         local = logits.main.capped(logits_of_rows(flat[rows], weight))
         distribution = vocab_parallel(local, logits.main, config.model, groups)
         distribution = distribution.divided_by(temperature if divisors is None else divisors[:, rows])
-        scores = [-distribution.cross_entropy(labels[:, rows])]  # [1, rows]
-        parts.append(torch.cat([*scores, distribution.entropy()] if with_entropy else scores))
+        of_labels = labels[:, rows]
+        scores = [-distribution.cross_entropy(of_labels)]  # [1, rows]
+        scores += [distribution.entropy() if name == "entropy" else distribution.is_largest(of_labels) for name in also]
+        parts.append(torch.cat(scores))
     return torch.cat(parts, dim=1).view(-1, seq, num_rows).transpose(1, 2).float()
 
 

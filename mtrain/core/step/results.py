@@ -22,6 +22,9 @@ class ForwardResult:
     routed_experts: list[Tensor] = field(default_factory=list)
     """Experts of input_ids[:-1] of each sample, [len(input_ids) - 1, layers, top_k] int32, for `Datum.routed_experts`;
     -1 in dense layers. Empty if not requested."""
+    likeliest: list[Tensor] = field(default_factory=list)
+    """Whether no token was likelier than that of input_ids[1:], for each sample, [len(input_ids) - 1] bool: what greedy
+    decoding would have chosen. Empty if not requested."""
 
 
 @dataclass(frozen=True)

@@ -148,13 +148,25 @@ class ChatEncoder:
 
     def prompt(self, record: dict[str, Any]) -> list[int]:
         """Returns the ids of messages and the beginning of an answer, encoded as in training, for sampling."""
+        form, conversation, text = self._written(record, begins_answer=True)
+        return self._encoded(form, conversation, Cut(len(conversation.messages), True), text, []).ids
+
+    def text(self, messages: Sequence[Mapping[str, Any]], begins_answer: bool) -> str:
+        """Returns messages as the template writes them, with the beginning of an answer, or up to the end of the last
+        message's content, which an answer continues."""
+        *_, text = self._written({"messages": [dict(message) for message in messages]}, begins_answer)
+        if begins_answer:
+            return text
+        before, content, _ = text.rpartition(str(messages[-1]["content"]).strip())
+        return before + content
+
+    def _written(self, record: dict[str, Any], begins_answer: bool) -> tuple[_Format, Conversation, str]:
         conversation = conversation_of(record, self._options.ignored, None)
         form, conversation = self._read(conversation)
-        renderer, whole = self._renderer(form, conversation), Cut(len(conversation.messages), True)
-        text = renderer.render(whole)
+        text = self._renderer(form, conversation).render(Cut(len(conversation.messages), begins_answer))
         if isinstance(text, NotRendered):
             raise refused(text)
-        return self._encoded(form, conversation, whole, text, []).ids
+        return form, conversation, text
 
     def stop_ids(self) -> frozenset[int]:
         """Returns the tokens that end an answer: the tokenizer's eos and those that the templates write."""

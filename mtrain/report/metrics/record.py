@@ -1,4 +1,4 @@
-"""Records of a step, a validation or a change, and their lines of JSON.
+"""Records of a step, a validation, an evaluation of tasks or a change, and their lines of JSON.
 
 metrics.jsonl holds one object per line. Floats have enough digits to read back the same float64; numbers that are not
 finite are the strings "NaN", "Infinity" and "-Infinity", which `float()` reads.
@@ -121,6 +121,19 @@ class ValidRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskRecord:
+    """Record of one evaluation of the tasks in `eval.tasks`."""
+
+    step: int
+    """Completed optimizer updates before the evaluation."""
+    tasks: Mapping[str, float]
+    """Value by `task/metric`, or `task/metric,filter` with a filter of lm-eval other than none."""
+    seconds: float
+    layout_dependent: bool = False
+    """Whether the numbers hold only for the run's layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChangeRecord:
     """Configuration key that a start changed from its checkpoint's value, as checkpoint.allow_changed permits."""
 
@@ -136,9 +149,14 @@ class ChangeRecord:
         return f"{self.key}: {self.old or 'missing'} -> {self.new or 'missing'}"
 
 
-Record = StepRecord | ValidRecord | ChangeRecord
+Record = StepRecord | ValidRecord | TaskRecord | ChangeRecord
 
-_KINDS: dict[str, type[Record]] = {"step": StepRecord, "valid": ValidRecord, "change": ChangeRecord}
+_KINDS: dict[str, type[Record]] = {
+    "step": StepRecord,
+    "valid": ValidRecord,
+    "tasks": TaskRecord,
+    "change": ChangeRecord,
+}
 """Records by the kind in their line of JSON."""
 
 
@@ -202,6 +220,8 @@ def scalars(record: Record) -> dict[str, float]:
     match record:
         case ChangeRecord():
             return {}
+        case TaskRecord():
+            return {f"tasks/{name}": value for name, value in record.tasks.items()}
         case ValidRecord():
             sets = {f"valid/loss/{name}": term.loss for name, term in record.valid_sets.items()}
             return {"valid/loss": record.valid_loss} | sets | _term_means(record, "valid_terms")

@@ -28,7 +28,16 @@ from mtrain.base.errors import MachineError, MtrainError
 from mtrain.base.files import disk_faults
 from mtrain.base.notebook import CellOutput, is_in_notebook
 from mtrain.report.metrics.jsonl import AppendedFile
-from mtrain.report.metrics.record import PACE_STEPS, ChangeRecord, Record, StepRecord, ValidRecord, remaining_s, scalars
+from mtrain.report.metrics.record import (
+    PACE_STEPS,
+    ChangeRecord,
+    Record,
+    StepRecord,
+    TaskRecord,
+    ValidRecord,
+    remaining_s,
+    scalars,
+)
 from mtrain.report.metrics.shown import LAYOUT_DEPENDENT, as_duration, as_line, side_terms, step_numbers
 from mtrain.report.metrics.trackers.open import TrackerSink
 
@@ -144,6 +153,9 @@ class ConsoleSink:
                 shown = as_line(side_terms(record) | {"samples": str(record.samples)})
                 parts += [shown, f"{record.seconds:.1f} s", *[LAYOUT_DEPENDENT] * record.layout_dependent]
                 self._print("  ".join(parts))
+            case TaskRecord():
+                numbers = as_line({name: f"{value:.4f}" for name, value in record.tasks.items()})
+                self._print(f"step {record.step}/{self._num_steps}  {numbers}  {record.seconds:.1f} s")
             case ChangeRecord():
                 self._print(f"step {record.step}/{self._num_steps}  from here on {record}")
 

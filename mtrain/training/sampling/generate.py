@@ -38,7 +38,7 @@ from mtrain.report.metrics.jsonl import AppendedFile
 from mtrain.report.metrics.sinks import Sinks
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run
-from mtrain.training.evaluate import Due
+from mtrain.training.evaluate import Due, due_of_eval
 from mtrain.training.resume import initialize, load_base
 from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.prompts import Prompt, Question, questions_of, read_prompts, shown
@@ -128,7 +128,7 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
         deterministic(source.config.train.deterministic),
         joined_distributed(source.config.train.device, timeout_s, purpose) as device,
     ):
-        config = _for_generation(source.config, dist.get_world_size())
+        config = for_generation(source.config, dist.get_world_size())
         layout = Layout.from_config(config, dist.get_world_size())
         with opened_groups(layout, device, config.train.seed, timeout_s) as groups:
             model = loaded_model(source.entry, config, groups)
@@ -142,7 +142,7 @@ def answer_text(tokenizer: Tokenizer, completion: Completion, stop_ids: Set[int]
     return tokenizer.decode(ids[:-1] if ids[-1] in stop_ids else ids)
 
 
-def _for_generation(config: Config, world_size: int) -> Config:
+def for_generation(config: Config, world_size: int) -> Config:
     """Returns the configuration for generation: layers with a key/value cache, no dropped tokens, and on one rank no
     parallelism."""
     model: dict[str, Any] = {"backend": "torch"}
@@ -178,14 +178,12 @@ class PromptSamples:
     def __init__(self, config: Config, folder: RunFolder, chunks: Sequence[Any], is_first_rank: bool) -> None:
         """Reads the prompts, on the first rank. Collective over the world."""
         self._section, self._folder = config.eval, folder
-        # at eval's own interval, or with each validation
-        interval, valid = config.eval.interval_steps, config.valid
-        self.due = Due(valid.interval_steps, valid.at_end, valid.at_start) if interval is None else Due(interval)
+        self.due = due_of_eval(config.eval, config.valid)
         self._is_first_rank = is_first_rank
         self._prompts: list[Prompt] = []
         self._questions: list[Question] = []
         self._lines: AppendedFile | None = None
-        if not self._section.is_on:
+        if not self._section.has_prompts:
             self.due = Due()
             return
         refuse_uncachable(config.model, chunks)
@@ -197,7 +195,7 @@ class PromptSamples:
     def begin(self, start_step: int) -> None:
         """Opens the file for the steps after `start_step`; removes what an earlier start wrote for them."""
         self.close()
-        if not self._section.is_on or not self._is_first_rank:
+        if not self._section.has_prompts or not self._is_first_rank:
             return
         _rewind(self._folder.samples, start_step)
         self._lines = AppendedFile(self._folder.samples)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.api.batches import AskedScores, GlobalBatches, token_scores
 from mtrain.arch.features.feature import multiple_from
 from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
@@ -24,6 +23,7 @@ from mtrain.core.batch.datum import Datum
 from mtrain.core.layers.transformer_config import DTYPES
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.results import ForwardResult
+from mtrain.training.batches import AskedScores, GlobalBatches, token_scores
 from mtrain.training.sampling.generate import Model, loaded_model, model_at
 from mtrain.verify.core.layouts import Prepared, layout_of_config
 from mtrain.verify.core.ranks import Pool, environment_of

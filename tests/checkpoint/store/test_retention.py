@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import clean_leftovers, newest_good, reading
 from mtrain.checkpoint.store.retention import Keep, Retention, apply_retention, to_delete, way_back
-from mtrain.checkpoint.store.steps import published_steps
+from mtrain.checkpoint.store.steps import published_steps, step_name
 from tests.base.crash import killed_at_every_file_operation
-from tests.checkpoint.checkpoints import damage, save
+from tests.checkpoint.checkpoints import change_manifest, damage, save
 from tests.fault_table import Notice
 from tests.messages import refuses
 
@@ -101,6 +101,19 @@ def test_losses_of_different_measures_do_not_compete(results: dict[int, tuple[fl
     for step, (loss, measure) in results.items():
         better = sum((own, -other) < (loss, -step) for other, (own, others) in results.items() if others == measure)
         assert (step in gone) == (better >= best and step != max(results))
+
+
+@pytest.mark.parametrize("is_higher", [True, False])
+def test_the_best_by_a_metric_of_tasks_stays_on_disk(tmp_path: Path, is_higher: bool) -> None:
+    """Values of other names, and validation losses, have a best of their own."""
+    for step, name, value in ((10, "a", 3.0), (20, "a", 1.0), (30, "a", 2.0), (40, "b", 9.0), (60, "a", 2.0)):
+        save(tmp_path, step)
+        metric = {"name": name, "value": value, "is_better_if_higher": is_higher}
+        change_manifest(tmp_path / step_name(step), format=4, task_metric=metric)
+    save(tmp_path, 50, 7.0)
+    best = 10 if is_higher else 20
+    assert apply_retention(tmp_path, Keep(1, best=1), 60) == sorted({10, 20, 30} - {best})
+    assert published_steps(tmp_path) == [best, 40, 50, 60]
 
 
 def test_the_best_stays_on_disk(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What training exports runs in lm-eval, which this test installs in addition to the packages that are there."""
+"""`mtrain eval` and `eval.tasks` with lm-eval, which this test installs, against its own model of transformers."""
+
+from __future__ import annotations
 
 import json
 import os
@@ -7,17 +9,64 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 
+from mtrain.hf.configuration import load_config
 from tests.hf.folders import save
 from tests.paths import ROOT
-from tests.training.test_start_from_hf import command, configured
+from tests.training.tasks.test_requests import letter_tokenizer
 
-WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "c": 5, "d": 6}
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "{{label}}",
+        "metric_list": [
+            {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
+            {"metric": "acc_norm", "aggregation": "mean", "higher_is_better": True},
+        ],
+    },
+    "text": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{long}}",
+        "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
+    },
+    "answers": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["e"], "max_gen_toks": 6, "do_sample": False},
+        "metric_list": [
+            {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True},
+            {"metric": "chrf", "aggregation": "chrf", "higher_is_better": True},
+        ],
+    },
+}
+QUESTIONS = ["ab", "a b c", "cc a", "d ab", "b d d", "c", "fed fed", "abc abc"]
+CHOICES = [" a", " b", " d", "cd"]
+EXPECTED = """
+import json, sys
+import lm_eval
+from lm_eval.tasks import TaskManager
+folder, tasks = sys.argv[1:]
+results = lm_eval.simple_evaluate(model="hf", model_args={"pretrained": folder, "dtype": "float32"},
+    tasks=["choices", "text", "answers"], device="cpu", bootstrap_iters=0, task_manager=TaskManager(include_path=tasks))
+print(json.dumps(results["results"], default=str))
+"""
+RUN = """
+model: {{hf: {hf}}}
+run: {{dir: {run}}}
+train: {{global_batch_size: 4, num_steps: 2, precision: fp32, device: cpu}}
+optimizer: {{lr: 1.0e-3, schedule: constant}}
+data: {{kind: mock, seq_length: 24, tokenizer: {hf}}}
+layout: {layout}
+metrics: {{tensorboard: false}}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -27,52 +76,156 @@ def python_with_lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     own = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    (own / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # not the path alone: packages there may be named by .pth files as well
+    (own / "base.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     # --no-compile: only a few of its thousands of modules are imported, and are compiled then
-    line: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--no-compile", "lm-eval[hf]>=0.4.9,<0.5"]
+    line: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--no-compile", "lm-eval[hf]>=0.4.13,<0.5"]
     subprocess.run(line, check=True, capture_output=True)
     return python
 
 
-@pytest.mark.nightly  # installs a program of many packages
-@pytest.mark.timeout(1800)
-def test_an_export_of_training_is_evaluated(python_with_lm_eval: Path, tmp_path: Path) -> None:
-    save("llama", tmp_path / "hf")
-    tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
-    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
-    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
-    configured(tmp_path)
-    trained = command(
-        "train", tmp_path / "run.yaml", "checkpoint.interval_steps=2", "checkpoint.export_hf_every_steps=2"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Makes a model in `hf`, tasks in `tasks`, and their data."""
+    path = tmp_path_factory.mktemp("evaluation")
+    save(
+        "llama",
+        path / "hf",
+        dtype=torch.float32,
+        vocab_size=14,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        max_position_embeddings=24,
     )
-    assert trained.returncode == 0, trained.stderr
-    export = tmp_path / "run" / "exports" / "step_00000002"
-    questions = [("a b", 0), ("a b c", 1), ("c c a", 2), ("d a", 0), ("b d d", 1), ("c", 2)]
-    choices = [" a", " b", " d"]
-    lines = [json.dumps({"question": text, "choices": choices, "label": label}) for text, label in questions]
-    (tmp_path / "questions.jsonl").write_text("\n".join(lines) + "\n")
-    reported = subprocess.run(
-        [
-            python_with_lm_eval,
-            ROOT / "tests" / "training" / "export" / "evaluate_folder.py",
-            export,
-            tmp_path / "questions.jsonl",
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": ""},
-    )
-    assert reported.returncode == 0, reported.stderr
-    model = transformers.AutoModelForCausalLM.from_pretrained(export, dtype="float32")
-    right = [_choice(model, text, choices) == label for text, label in questions]
-    assert float(reported.stdout.split()[-1]) == pytest.approx(sum(right) / len(right))
+    letter_tokenizer(path / "hf")
+    lines = [
+        {
+            "question": question,
+            "choices": CHOICES,
+            "label": number % 4,
+            "answer": "ab" * (number % 2),
+            "long": question * 9,
+        }
+        for number, question in enumerate(QUESTIONS)
+    ]
+    (path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "tasks").mkdir()
+    files = {"test": str(path / "questions.jsonl")}
+    for name, task in TASKS.items():
+        shared = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": files}, "test_split": "test"}
+        (path / "tasks" / f"{name}.yaml").write_text(json.dumps(shared | task))
+    return path
 
 
-def _choice(model: torch.nn.Module, text: str, choices: list[str]) -> int:
-    """Returns the index of the word that the model finds most likely."""
-    tokens = torch.tensor([[WORDS[word] for word in text.split()]])
-    logits = model(tokens).logits[0, -1]
-    return int(torch.stack([logits[WORDS[choice.strip()]] for choice in choices]).argmax())
+def run(python: Path, cwd: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {"HF_HOME": str(cwd / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    line = [python, *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment})
+
+
+@pytest.fixture(scope="module")
+def expected(python_with_lm_eval: Path, folder: Path) -> dict[str, float]:
+    """Returns the metrics of lm-eval's own model of transformers."""
+    found = run(python_with_lm_eval, folder, "-c", EXPECTED, folder / "hf", folder / "tasks")
+    assert found.returncode == 0, found.stderr
+    return metrics(json.loads(found.stdout.splitlines()[-1]))
+
+
+def metrics(results: dict[str, Any]) -> dict[str, float]:
+    return {
+        f"{task}/{key.removesuffix(',none')}": value
+        for task, values in results.items()
+        for key, value in values.items()
+        if key.endswith(",none") and "stderr" not in key
+    }
+
+
+def configured(folder: Path, name: str, layout: str, *overrides: str) -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(RUN.format(hf=folder / "hf", run=folder / name, layout=layout))
+    load_config([path], overrides)
+    return path
+
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]  # installs a program of many packages
+
+
+def test_a_folder_is_evaluated_as_lm_eval_evaluates_it(
+    python_with_lm_eval: Path, folder: Path, expected: dict[str, float]
+) -> None:
+    """The requests on other layouts are those of tests/training/tasks/test_requests.py."""
+    verb = [
+        "-m",
+        "mtrain",
+        "eval",
+        folder / "hf",
+        "--tasks",
+        "choices,text,answers",
+        "--include-path",
+        folder / "tasks",
+    ]
+    found = run(python_with_lm_eval, folder, *verb, "--output", folder / "found.json")
+    assert found.returncode == 0, found.stderr
+    results = json.loads((folder / "found.json").read_text())["results"]
+    assert len(expected) == 5
+    assert metrics(results) == pytest.approx(expected, abs=1e-5)
+    assert 0 < expected["choices/acc"] < 1
+    assert "bits_per_byte" in found.stdout
+
+
+@pytest.mark.parametrize("layout", ["{tp: 2, sp: true}", "{pp: 2}", "{cp: 2}", "{}"])
+def test_a_run_is_evaluated_while_it_trains_on_any_layout(
+    python_with_lm_eval: Path, folder: Path, expected: dict[str, float], layout: str
+) -> None:
+    """Metrics before the first step are those of the folder, losses those of a run without tasks; the command evaluates
+    the finished run with the metrics of its last step, which the checkpoint has."""
+    name = "run_" + "".join(filter(str.isalnum, layout))
+    tasks = ["eval.tasks=[choices,text,answers]", f"eval.include_path={folder / 'tasks'}", "valid.at_start=true"]
+    tasks += ["valid.at_end=true", "valid.metric=text/bits_per_byte", "checkpoint.keep_best=1"]
+    asked, silent = configured(folder, name, layout, *tasks), configured(folder, f"{name}_silent", layout)
+    launch = ["-m", "mtrain", "launch", "local", "-n", 2]
+    for line in ([*launch, asked, *tasks], [*launch, silent]):
+        found = run(python_with_lm_eval, folder, *line)
+        assert found.returncode == 0, found.stderr
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    first, last = (record["tasks"] for record in records if record["kind"] == "tasks")
+    assert first == pytest.approx(expected, abs=1e-5)
+    others = [json.loads(line) for line in (folder / f"{name}_silent" / "metrics.jsonl").read_text().splitlines()]
+    losses = [[record["loss"] for record in lines if record["kind"] == "step"] for lines in (records, others)]
+    assert losses[0] == losses[1]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={29_000 + os.getpid() % 1000}"]
+    verb = ["-m", "mtrain", "eval", folder / name, "--tasks", "choices,text,answers"]
+    verb += ["--include-path", folder / "tasks", "--output", folder / f"{name}.json"]
+    found = run(python_with_lm_eval, folder, *torchrun, *verb)
+    assert found.returncode == 0, found.stderr
+    assert metrics(json.loads((folder / f"{name}.json").read_text())["results"]) == pytest.approx(last, abs=1e-5)
+    manifest = json.loads((folder / name / "checkpoints" / "step_00000002" / "mtrain.json").read_text())
+    assert manifest["task_metric"] == {
+        "name": "text/bits_per_byte",
+        "value": last["text/bits_per_byte"],
+        "is_better_if_higher": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fact"),
+    [
+        (["eval.tasks=[quiz]"], "quiz"),
+        (["eval.tasks=[choices]", "valid.metric=choices/f1"], "choices/acc_norm"),
+        (["eval.tasks=[broken]"], "missing.jsonl"),
+    ],
+)
+def test_tasks_that_cannot_be_evaluated_end_a_run_before_its_first_step(
+    python_with_lm_eval: Path, folder: Path, overrides: list[str], fact: str
+) -> None:
+    task = {**TASKS["choices"], "task": "broken", "dataset_path": "json", "test_split": "test"}
+    task["dataset_kwargs"] = {"data_files": {"test": str(folder / "missing.jsonl")}}
+    (folder / "tasks" / "broken.yaml").write_text(json.dumps(task))
+    options = [f"eval.include_path={folder / 'tasks'}", "valid.at_end=true", *overrides]
+    path = configured(folder, "refused", "{}", *options)
+    found = run(python_with_lm_eval, folder, "-m", "mtrain", "launch", "local", "-n", 2, path, *options)
+    assert found.returncode in (2, 3), found.stderr
+    assert fact in found.stderr
+    assert "Traceback" not in found.stderr
+    assert not (folder / "refused" / "metrics.jsonl").exists()

@@ -175,7 +175,7 @@ def assert_legal(config: Config, trial: Trial | None) -> None:
     if trial is not None:
         assert Layout.from_config(again, trial.world_size)
     assert not again.metrics.trackers, "nobody else hears of a check"
-    assert not again.eval.is_on
+    assert not again.eval.has_prompts
 
 
 @st.composite

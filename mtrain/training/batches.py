@@ -24,7 +24,7 @@ from mtrain.core.engine.schedule import evaluating, run_forward
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
 from mtrain.core.ranks.groups import Groups
-from mtrain.core.step.loss import label_log_probs
+from mtrain.core.step.loss import FurtherScore, label_log_probs
 from mtrain.core.step.results import ForwardResult
 from mtrain.core.step.scoring_pass import sequence_scores
 from mtrain.data.loader import Given, RowPlan, RowsOfRank
@@ -111,7 +111,7 @@ def _refused(text: str) -> DataError:
 class AskedScores(NamedTuple):
     """Options of a forward pass: the temperature, and results in addition to log-probabilities."""
 
-    entropy: bool = False
+    further: tuple[FurtherScore, ...] = ()
     temperature: float | None = None
     """Divisor of the logits; None: the temperature of each sample, by default 1."""
     routed_experts: bool = False
@@ -126,7 +126,7 @@ def label_scores(
     extras: Sequence[str],
     query: AskedScores,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the log-probability of the label at each position of a global batch, and what else `request` names.
+    """Returns the log-probability of the label at each position of a global batch, and what else `query` names.
 
     Rows are ordered by microbatch, then by data-parallel rank: without packing by slot of the global batch. One
     all-reduce of the result over the world at the end, in addition to megatron-core's own collectives. The model's
@@ -136,15 +136,15 @@ def label_scores(
         batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data.
 
     Returns:
-        Scores, [1 or 2, rows, seq] float32 on the device, in nats: log-probabilities, and entropies if requested; and
-            the tokens' experts, [rows, seq, layers, top_k] int32 on the CPU, or None if not requested.
+        Scores, [1 + further, rows, seq] float32 on the device: log-probabilities in nats, then `query.further`; and the
+            tokens' experts, [rows, seq, layers, top_k] int32 on the CPU, or None if not requested.
     """
     model.sharded.gather_parameters()
     config, groups = model.config, model.groups
     size, seq, layout = config.train.micro_batch_size, config.row_width, groups.layout
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups, extras)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # without MTP
-    result = torch.zeros(1 + query.entropy, num_microbatches * layout.dp * size, seq, device=groups.device)
+    result = torch.zeros(1 + len(query.further), num_microbatches * layout.dp * size, seq, device=groups.device)
     columns = torch.arange(seq)
     if layout.cp > 1:
         columns = zigzag_index_on(groups.device, seq, layout.cp, groups.cp_rank)
@@ -152,7 +152,7 @@ def label_scores(
     temperature = 1.0 if query.temperature is None else query.temperature
 
     def take(logits: Logits, batch: Microbatch) -> None:
-        scores = label_log_probs(logits, batch, config, groups, query.entropy, temperature)
+        scores = label_log_probs(logits, batch, config, groups, query.further, temperature)
         row_range = slots(next(numbers), groups.dp_rank, layout.dp, size)
         if groups.counts_loss:  # otherwise every tensor-parallel rank would add the same numbers
             result[:, row_range.start : row_range.stop, columns] = scores
@@ -179,7 +179,7 @@ def scores_of_samples(batch: Sequence[Datum], model: RankModel, batches: GlobalB
 
 
 def token_scores(batch: Sequence[Datum], query: AskedScores, model: RankModel, batches: GlobalBatches) -> ForwardResult:
-    """Returns log-probabilities of a global batch, and what else `request` names. Collective over the world."""
+    """Returns log-probabilities of a global batch, and what else `query` names. Collective over the world."""
     if (head := model.config.model.head) is not None:
         raise ConfigError(
             f"{head} is a head, which gives no log-probabilities of tokens; use Engine.scores (of one label) or "
@@ -199,8 +199,10 @@ def token_scores(batch: Sequence[Datum], query: AskedScores, model: RankModel, b
         for (row, begin), datum in zip((positions[slot] for slot in range(len(batch))), batch)
     ]
     of_samples = [all_scores[:, row, part].clone() for row, part in parts]
+    further = {name: [score[number] for score in of_samples] for number, name in enumerate(query.further, start=1)}
     return ForwardResult(
         [score[0] for score in of_samples],
-        [score[1] for score in of_samples] if query.entropy else [],
+        further.get("entropy", []),
         [] if experts is None else [experts[row, part].clone() for row, part in parts],
+        [score > 0 for score in further.get("likeliest", [])],
     )
