@@ -13,6 +13,7 @@ from mtrain.arch.adapters import (
 )
 from mtrain.arch.features import alike
 from mtrain.arch.features.feature import RankParameters
+from mtrain.arch.features.vision import num_frozen_parameters
 from mtrain.arch.layout import Layout
 from mtrain.arch.parameters import (
     head_elements,
@@ -23,7 +24,6 @@ from mtrain.arch.parameters import (
     table_elements_on_rank,
     tables_on_stage,
 )
-from mtrain.arch.vision import num_frozen_parameters
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection

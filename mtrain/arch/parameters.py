@@ -10,8 +10,8 @@ from mtrain.arch.features import LAYER_PARTS, alike
 from mtrain.arch.features.feature import Parameters, RankParameters, norm_elements
 from mtrain.arch.features.feed_forward import router_parameters
 from mtrain.arch.features.mtp import joint_parameters
+from mtrain.arch.features.vision import num_tower_parameters
 from mtrain.arch.layout import Layout
-from mtrain.arch.vision import num_tower_parameters
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
 

@@ -1,9 +1,15 @@
-"""Vision tower: features of images in the place of embeddings."""
+"""Vision towers: features of images in the place of embeddings, and their tensors, by their names in transformers."""
 
+from math import prod
 from typing import final
 
 from mtrain.arch.features.feature import Feature
+from mtrain.base.tensor_slice import Sizes
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.vision import VisionSection
+
+PROJECTOR = "merger."
+"""Prefix of the projector's tensors."""
 
 
 @final
@@ -12,3 +18,46 @@ class Vision(Feature):
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
         return None if model.vision is None else "model.vision"
+
+
+def tower_shapes(vision: VisionSection, hidden_size: int) -> dict[str, Sizes]:
+    """Returns name -> shape of each parameter of a tower, for a language model of width `hidden_size`."""
+    width, wide, merged = vision.hidden_size, vision.ffn_hidden_size, vision.patches_per_feature * vision.hidden_size
+    patch = (vision.num_channels, vision.frames_per_patch, vision.patch_size, vision.patch_size)
+    shapes: dict[str, Sizes] = {
+        "pos_embed.weight": (vision.num_positions, width),
+        "patch_embed.proj.weight": (width, *patch),
+        "patch_embed.proj.bias": (width,),
+    }
+    for layer in range(vision.num_layers):
+        block = f"blocks.{layer}."
+        shapes |= _norm(f"{block}norm1", width) | _norm(f"{block}norm2", width)
+        shapes |= _linear(f"{block}attn.qkv", 3 * width, width) | _linear(f"{block}attn.proj", width, width)
+        shapes |= _linear(f"{block}mlp.linear_fc1", wide, width) | _linear(f"{block}mlp.linear_fc2", width, wide)
+    shapes |= _norm("merger.norm", width) | _linear("merger.linear_fc1", merged, merged)
+    return shapes | _linear("merger.linear_fc2", hidden_size, merged)
+
+
+def num_tower_parameters(vision: VisionSection | None, hidden_size: int) -> int:
+    """Counts the parameters of a tower; 0 without one."""
+    return 0 if vision is None else sum(map(prod, tower_shapes(vision, hidden_size).values()))
+
+
+def num_frozen_parameters(vision: VisionSection | None, hidden_size: int) -> int:
+    """Counts the parameters of a tower that are not trained."""
+    if vision is None:
+        return 0
+    shapes = tower_shapes(vision, hidden_size).items()
+    return sum(
+        prod(shape)
+        for name, shape in shapes
+        if (vision.freeze_projector if name.startswith(PROJECTOR) else vision.freeze_tower)
+    )
+
+
+def _norm(name: str, width: int) -> dict[str, Sizes]:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def _linear(name: str, rows: int, columns: int) -> dict[str, Sizes]:
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}

@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtrain.arch.vision import PROJECTOR
+from mtrain.arch.features.vision import PROJECTOR
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.vision import VisionSection
 from mtrain.core.batch.images import MicrobatchImages

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mtrain.arch.vision import tower_shapes
+from mtrain.arch.features.vision import tower_shapes
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.config.schema.model import ModelSection

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.arch.vision import num_frozen_parameters, num_tower_parameters, tower_shapes
+from mtrain.arch.features.vision import num_frozen_parameters, num_tower_parameters, tower_shapes
 from mtrain.base.errors import DataError
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.vision import VisionSection
