@@ -88,8 +88,8 @@ def _state(groups: Groups, config: Config) -> State:
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
     for number in range(2):
         batches = None if loader is None else loader.batches(0)
-        peak = LiveTensors() if number else nullcontext()
-        with peak:
+        peak = LiveTensors()
+        with peak if number else nullcontext():
             totals = built.training.forward_backward(batches)
         if number == 0:
             built.training.update(totals, config.optimizer.lr)

@@ -16,7 +16,8 @@ import transformers
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, FAMILIES, INERT, family_of, unknown_fields
+from mtrain.hf.schema.inert import INERT
+from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, FAMILIES, family_of, unknown_fields
 from tests.fault_table import Notice
 from tests.hf.folders import CONFIGS, TOWERS, class_of
 from tests.hf.folders import content_of as base

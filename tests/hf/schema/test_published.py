@@ -17,7 +17,8 @@ import transformers
 from mtrain.arch.parameters import num_parameters
 from mtrain.base.errors import DataError
 from mtrain.hf.schema.family import Family
-from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, FAMILIES, INERT, READ_BY_ALL, family_of
+from mtrain.hf.schema.inert import INERT
+from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, FAMILIES, READ_BY_ALL, family_of
 from tests.hf.folders import CONFIGS, TOWERS, content_of
 
 FILES = [json.loads(line) for line in Path(__file__).with_name("published.jsonl").read_text().splitlines()]

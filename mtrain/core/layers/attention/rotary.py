@@ -149,8 +149,8 @@ class ThreeAxesRotary(Rotary):
         super().__init__(inverse_frequencies)
         pair = torch.arange(len(inverse_frequencies), device="cpu")
         # axes alternate; where those of height and width are used up, all pairs turn with time
-        axes = (torch.where((pair % 3 == axis) & (pair < 3 * sections[axis]), axis, 0) for axis in (1, 2))
-        self._axis_of_pair = sum(axes)
+        height, width = (torch.where((pair % 3 == axis) & (pair < 3 * sections[axis]), axis, 0) for axis in (1, 2))
+        self._axis_of_pair = height + width
 
     def forward(self, positions: Tensor) -> Tensor:
         """Returns angles like `Rotary`; of positions on three axes, [batch, seq_local, 3], each pair takes one."""
