@@ -258,7 +258,8 @@ CONFINED = (
     Confined(
         "transformers",
         _imports_of("transformers"),
-        r"mtrain/(hf/.*|core/layers/vision\.py)",  # whose tower is a part of the model
+        # the tower is a part of the model, and of its reference
+        r"mtrain/(hf/.*|core/layers/vision\.py|verify/reference/model/images\.py)",
         "from transformers import AutoConfig",
     ),
 )

@@ -64,7 +64,8 @@ def verify_parity(
     refuse_without_reference(config, EXTRAS)
     device, max_ranks = device_for(config.train, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks, batch_size)
-    plan = SamplePlan(0, request.num_steps, choices=config.data.choices)
+    has_images = config.model.vision is not None
+    plan = SamplePlan(0, request.num_steps, choices=config.data.choices, has_images=has_images)
     if shrunk.reads_files:
         plan = SamplePlan(request.num_steps, NUM_HARD_KINDS, config.model.vocab_size, config.data.choices)
     pool = pool or Pool(device, PRELOADED, is_deterministic=config.train.deterministic)
@@ -93,11 +94,6 @@ def refuse_without_reference(config: Config, drawn_extras: Collection[str] = ())
         raise ConfigError(
             f"verify has no reference for the head of {head}; verify the same configuration without it and with "
             "loss.function=next_token, and see docs/training/heads.md for its tests"
-        )
-    if config.model.vision is not None:
-        raise ConfigError(
-            "verify has no reference for model.vision, whose features come from images; verify the same configuration "
-            "without it, and see docs/training/images.md for the tests of training with images"
         )
     if config.sequences_per_sample > 1:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,8 @@ from mtrain.core.layers.vision import VisionTower
 from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
+from mtrain.verify.core.worker import Job, run_layout
+from mtrain.verify.core.worker import Outcome as Checked
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, Outcome, run_step, train
 
@@ -106,6 +109,18 @@ def train_with(
     """Trains with a planted fault."""
     with planted(fault, groups):
         return train(groups, config, parameters, batches)
+
+
+@dataclass(frozen=True)
+class LayoutWithFault:
+    """Function of ranks that runs a layout of `mtrain verify parity` with a planted fault."""
+
+    fault: str
+    __name__ = "run_layout"
+
+    def __call__(self, groups: Groups, job: Job) -> Checked:
+        with planted(self.fault, groups):
+            return run_layout(groups, job)
 
 
 def train_both(

@@ -1,9 +1,9 @@
 """Vision towers: features of images in the place of embeddings, and their tensors, by their names in transformers."""
 
 from math import prod
-from typing import final
+from typing import Any, final
 
-from mtrain.arch.features.feature import Feature
+from mtrain.arch.features.feature import SMALL_HEAD_DIM, Feature, SmallRun
 from mtrain.base.tensor_slice import Sizes
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.vision import VisionSection
@@ -18,6 +18,23 @@ class Vision(Feature):
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
         return None if model.vision is None else "model.vision"
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        if model.vision is None:
+            return {}
+        # a whole head rotates, since fewer pairs would all turn with time
+        height = width = SMALL_HEAD_DIM // 8
+        sizes = {
+            "num_layers": min(model.vision.num_layers, 2),
+            "hidden_size": 16,
+            "ffn_hidden_size": 24,
+            "num_attention_heads": 2,
+            "patch_size": 2,
+            "num_positions": 16,
+            "rope_sections": (SMALL_HEAD_DIM // 2 - height - width, height, width),
+            "image_token": 0,
+        }
+        return {"vision": model.vision.model_dump() | sizes, "rope": model.rope.model_dump() | {"partial": 1.0}}
 
 
 def tower_shapes(vision: VisionSection, hidden_size: int) -> dict[str, Sizes]:

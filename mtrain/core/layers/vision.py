@@ -164,7 +164,7 @@ def built_tower(section: VisionSection, hidden_size: int) -> nn.Module:
     except ImportError as fault:
         raise ConfigError(
             f"model.vision needs a tower of Hugging Face transformers, which cannot be imported ({fault}); pip install "
-            "'transformers>=5.24,<6'"
+            "'mtrain[vision]'"
         ) from fault
     config = Qwen3_5VisionConfig(
         depth=section.num_layers,

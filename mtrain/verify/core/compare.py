@@ -175,7 +175,8 @@ class StepComparison:
             spread = weights.spread[name] / float(scale.max())
             value = math.inf if padding.any() else max(float(excess.max()), spread)
             # frozen tensors keep their bits
-            tolerance = update_tolerance(step) if is_trained(name, self._config.adapter) else 0.0
+            learns = is_trained(name, self._config.adapter, self._config.model.vision)
+            tolerance = update_tolerance(step) if learns else 0.0
             yield Deviation("update", name, step, value, tolerance)
 
     def _parts(self, name: str, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -1,7 +1,8 @@
 """Batches of a check: the user's own, then hard ones, which reveal faults of a loss."""
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,9 +14,11 @@ from mtrain.config import Config
 from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, columns_of
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.vision import VisionSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.choices import choice_shapes
 from mtrain.core.batch.datum import Datum, sample_of
+from mtrain.core.batch.images import SampleImages
 from mtrain.core.batch.order import key_of
 from mtrain.core.batch.sample import Sample, TokenizedSample, shifted
 from mtrain.core.loss.functions.load import extras_of, load_loss_function, reads_temperature
@@ -25,7 +28,7 @@ from mtrain.data.loader import Given, RowPlan, RowsOfRank, Slots, StepLoader
 from mtrain.data.samples.sft import sample_of_record
 from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk
 from mtrain.verify.reference.policy import EXTRAS
-from mtrain.verify.reference.text import Text
+from mtrain.verify.reference.text import Picture, Text
 
 NUM_HARD_KINDS = 3
 _LONGEST = 512
@@ -42,6 +45,10 @@ _EDGES_EVERY = 3
 """Every third row has several documents, if documents are isolated."""
 _PACKED_SHARES = (0.5, 0.1, 0.8, 0.3, 0.2, 1.0, 0.6)
 """Shares of a row that samples take in turn, if rows are packed."""
+_NO_IMAGE_EVERY = 4
+"""Every fourth sample has no images, if the model has a vision tower."""
+_MOST_BEFORE_IMAGE = 6
+"""Bound of the number of tokens before an image of a document, and between two."""
 _SHORT_EVERY = 5
 """Every fifth row is padded by a quarter, except those with loss tokens at the end."""
 
@@ -56,6 +63,7 @@ class SamplePlan:
     """Vocabulary size of the user's data; larger than the model's if token ids are taken modulo the model's."""
     choices: tuple[str, ...] = ()
     """Choices in the user's records, such as the experts of each token; random samples also have them."""
+    has_images: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -66,6 +74,7 @@ class SamplePlan:
         """Describes the plan for a report."""
         hard = f"{self.hard_steps} steps of random tokens under random masks (0 to 97 % masked, some samples entirely)"
         hard += ", with experts that routers replay" if self.choices else ""
+        hard += ", with random images" if self.has_images else ""
         return f"{self.user_steps} steps of the run's own data, then {hard}" if self.user_steps else hard
 
 
@@ -155,6 +164,26 @@ def _of_documents(text: Text) -> Sample:
     return replace(shifted(text.ids, mask, text.weight, starts, extras), choices=choices)
 
 
+def _images_of(text: Text, vision: VisionSection) -> SampleImages | None:
+    """Converts the images of a text, like the reader of finetuning data."""
+    if not text.pictures:
+        return None
+    length, grids = len(text.ids) - 1, []
+    starts = np.zeros(length, np.int64)
+    starts[list(text.edges)] = text.edges
+    starts = np.maximum.accumulate(starts)
+    places, axes = np.full(length, -1), (np.arange(length) - starts)[:, None].repeat(3, axis=1)
+    for picture in text.pictures:
+        height, width = picture.rows // vision.merge_size, picture.columns // vision.merge_size
+        count = height * width
+        span, after = slice(picture.start, picture.start + count), slice(picture.start + count, length)
+        places[span] = np.arange(count) + places.max() + 1
+        axes[span] = axes[picture.start] + np.indices((1, height, width)).reshape(3, -1).T
+        axes[after][starts[after] == starts[picture.start]] -= count - max(height, width)
+        grids.append([1, picture.rows, picture.columns])
+    return SampleImages(np.concatenate([each.pixels for each in text.pictures]), np.array(grids), places, axes)
+
+
 def _mask(rng: np.random.Generator, kind: int, slot: int, batch: int, length: int) -> NDArray[np.float64]:
     mask = np.zeros(length)
     if kind == 2:
@@ -217,7 +246,13 @@ class HardBatch:
         A text becomes a user's `Datum` or a record of a file; several documents fit neither, so they are shifted like a
         corpus.
         """
-        return [self._sample(text, slot) for slot, text in enumerate(self.texts())]
+        vision = self.config.model.vision
+        samples = [self._sample(text, slot) for slot, text in enumerate(self.texts())]
+        if vision is None:
+            return samples
+        return [
+            replace(sample, images=_images_of(text, vision)) for sample, text in zip(samples, self.texts(), strict=True)
+        ]
 
     def texts(self) -> list[Text]:
         """Returns the texts by slot."""
@@ -256,7 +291,26 @@ class HardBatch:
             edges = tuple(sorted(rng.choice(np.arange(1, size), size=count, replace=False).tolist()))
             edges = edges if slot % _EDGES_EVERY == 0 else ()
         extras, experts = self._extras(slot, size + 1), self._experts(slot, size + 1)
-        return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, extras, experts)
+        pictures = tuple(self._pictures(slot, (0, *edges, size)))
+        return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, extras, experts, pictures)
+
+    def _pictures(self, slot: int, edges: Sequence[int]) -> Iterator[Picture]:
+        """Draws images into the documents between these edges: none in some samples, two in some documents; in a batch
+        whose loss tokens are in two samples, only one sample has images."""
+        vision = self.config.model.vision
+        if vision is None or (slot != 1 if self.kind == 2 else slot % _NO_IMAGE_EVERY == 2):
+            return
+        rng = np.random.default_rng([self.config.train.seed, self.kind, slot, 2])
+        for begin, end in itertools.pairwise(edges):
+            start = begin + int(rng.integers(0, _MOST_BEFORE_IMAGE))
+            for _ in range(2):
+                rows, columns = rng.integers(1, 4, 2)
+                if start + rows * columns >= end:
+                    break
+                sizes = rows * columns * vision.patches_per_feature, vision.patch_elements
+                pixels = rng.standard_normal(sizes, np.float32)
+                yield Picture(start, int(rows) * vision.merge_size, int(columns) * vision.merge_size, pixels)
+                start += int(rows * columns + rng.integers(1, _MOST_BEFORE_IMAGE))
 
     def _extras(self, slot: int, size: int) -> dict[str, NDArray[np.float64]]:
         """Draws the extras of a sample.

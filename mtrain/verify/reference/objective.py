@@ -137,7 +137,8 @@ def evaluated(
     `tensors` are the float64 weights; `teacher` may be None if no term needs one; `user_term` evaluates the user's own
     losses.
     """
-    learns = {name: is_trained(name, config.adapter) and not name.endswith(UNTRAINED) for name in tensors}
+    vision = config.model.vision
+    learns = {name: is_trained(name, config.adapter, vision) and not name.endswith(UNTRAINED) for name in tensors}
     leaves = {name: tensor.detach().clone().requires_grad_(learns[name]) for name, tensor in tensors.items()}
     replay = ExpertChanges(chosen=replayed(rows, config.model))
     forward = Transformer(config.model, merged(config, leaves), replay).forward(rows)

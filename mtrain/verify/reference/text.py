@@ -31,6 +31,18 @@ from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
+class Picture:
+    """Image in a sample, which takes the tokens from `start` on, one for each merge x merge patches."""
+
+    start: int
+    rows: int
+    """Height in patches."""
+    columns: int
+    pixels: NDArray[np.float32]
+    """Flattened patches, [rows x columns, numbers], block of merge x merge patches by block."""
+
+
+@dataclass(frozen=True)
 class Text:
     """Sample as read, not shifted, masked or padded."""
 
@@ -46,6 +58,8 @@ class Text:
     routed_experts: NDArray[np.int64] | None = None
     """Experts of each read token, [n, layers, top_k], -1 where the router chooses; the last row is unused. None: the
     router chooses everywhere."""
+    pictures: tuple[Picture, ...] = ()
+    """Images, in order."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +83,8 @@ class Rows:
     """Experts to take, [batch, seq, layers, top_k], -1 where the router chooses; None: it chooses everywhere."""
     carried: torch.dtype = torch.float64
     """Dtype of each token's loss factor; float32 in a trainer's batches."""
+    pictures: tuple[tuple[Picture, ...], ...] = ()
+    """Images of each row; empty if no row has any."""
 
     @property
     def is_text(self) -> Tensor:
@@ -109,6 +125,7 @@ def rows_of(texts: Sequence[Text], seq_length: int, vocab_size: int, device: tor
         sample_weights=weights,
         extras={name: _extra(texts, name, seq_length).to(device) for name in texts[0].extras},
         routed_experts=_routes(texts, seq_length, device),
+        pictures=tuple(text.pictures for text in texts) if any(text.pictures for text in texts) else (),
     )
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection, AnyAdapter
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.vision import VisionSection
 from mtrain.verify.reference.model.attention import KINDS, kind_of
 from mtrain.verify.reference.model.attention_kind import Shape
+from mtrain.verify.reference.model.images import PROJECTOR, TOWER
 from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, layers, shapes_of
 
 
@@ -53,8 +55,11 @@ def _adapter_shapes(adapted: Adapted, columns: int, section: AnyAdapter) -> dict
     return shapes
 
 
-def is_trained(name: str, adapter: AnyAdapter | None) -> bool:
-    """Says whether a tensor is trained: with adapters, only they and `modules_to_save` are."""
+def is_trained(name: str, adapter: AnyAdapter | None, vision: VisionSection | None = None) -> bool:
+    """Says whether a tensor is trained: with adapters, only they and `modules_to_save` are; a frozen tower is not."""
+    if name.startswith(TOWER):
+        assert vision is not None, name
+        return not (vision.freeze_projector if name.startswith(PROJECTOR) else vision.freeze_tower)
     if adapter is None or "_adapter." in name:
         return True
     if "norm" in name:
@@ -64,7 +69,7 @@ def is_trained(name: str, adapter: AnyAdapter | None) -> bool:
 
 def as_held(name: str, values: Tensor, adapter: AnyAdapter | None) -> Tensor:
     """Rounds frozen projections and tables to `adapter.base_dtype`; routers, norms and biases keep their precision."""
-    if adapter is None or adapter.base_dtype != "bf16" or is_trained(name, adapter):
+    if adapter is None or adapter.base_dtype != "bf16" or name.startswith(TOWER) or is_trained(name, adapter):
         return values
     is_matrix = values.dim() == 2 and ".router." not in name
     return values.to(torch.bfloat16).to(values.dtype) if is_matrix else values

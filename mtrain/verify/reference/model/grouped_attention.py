@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.rope import RopeSection
+from mtrain.config.schema.vision import VisionSection
 from mtrain.verify.reference.model.attention_kind import (
     AttentionKind,
     KeySet,
@@ -21,6 +22,7 @@ from mtrain.verify.reference.model.attention_kind import (
     norm_shapes,
     softmax,
 )
+from mtrain.verify.reference.model.images import axes_of, positions_of_pairs
 from mtrain.verify.reference.model.modules import Module, linear, norm
 from mtrain.verify.reference.model.rotary import rotated, temperature
 from mtrain.verify.reference.text import Rows
@@ -59,8 +61,9 @@ class GroupedAttention(AttentionKind):
             value = unweighted_norm(value, model)
         key = key.squeeze(3)
         if rotates(model, layer):
-            query = partly_rotated(query.flatten(2, 3), rows, rope).view(*x.shape[:2], groups, shared, size)
-            key = partly_rotated(key, rows, rope)
+            query = partly_rotated(query.flatten(2, 3), rows, rope, model.vision)
+            query = query.view(*x.shape[:2], groups, shared, size)
+            key = partly_rotated(key, rows, rope, model.vision)
         if rope.attention_temperature:
             query = query * temperature(rows.positions, rope).view(*x.shape[:2], 1, 1, 1)
         scale = 1 / math.sqrt(size if model.query_scalar is None else model.query_scalar)
@@ -150,10 +153,13 @@ def unweighted_norm(x: Tensor, model: ModelSection) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + model.norm_epsilon)
 
 
-def partly_rotated(heads: Tensor, rows: Rows, rope: RopeSection) -> Tensor:
+def partly_rotated(heads: Tensor, rows: Rows, rope: RopeSection, vision: VisionSection | None = None) -> Tensor:
     """Rotates the first dimensions of [batch, seq, heads, size], as many as `rope.partial` says."""
     size = heads.shape[-1] if rope.scaling == "proportional" else math.floor(heads.shape[-1] * rope.partial)
-    return torch.cat([rotated(heads[..., :size], rows.positions, rope), heads[..., size:]], dim=-1)
+    positions = rows.positions
+    if vision is not None and rows.pictures:
+        positions = positions_of_pairs(axes_of(rows, vision), size // 2, vision)
+    return torch.cat([rotated(heads[..., :size], positions, rope), heads[..., size:]], dim=-1)
 
 
 def _normed(part: Module, heads: Tensor) -> Tensor:

@@ -14,10 +14,12 @@ from mtrain.config.schema.rope import RopeSection
 
 
 def rotated(x: Tensor, positions: Tensor, rope: RopeSection) -> Tensor:
-    """Rotates the pairs (i, i + size / 2) of [batch, seq, heads, size] at [batch, seq] positions."""
+    """Rotates the pairs (i, i + size / 2) of [batch, seq, heads, size] at [batch, seq] positions, or at one for each
+    pair, [batch, seq, pairs]."""
     half = x.shape[-1] // 2
     frequencies = torch.tensor([frequency(rope, x.shape[-1], pair) for pair in range(half)], dtype=x.dtype)
-    angles = (positions.to(x.dtype).unsqueeze(-1) * frequencies.to(x.device)).unsqueeze(2)
+    by_pair = positions if positions.dim() == 3 else positions.unsqueeze(-1)
+    angles = (by_pair.to(x.dtype) * frequencies.to(x.device)).unsqueeze(2)
     cosine, sine = angles.cos() * magnitude(rope), angles.sin() * magnitude(rope)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)

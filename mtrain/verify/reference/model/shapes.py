@@ -6,6 +6,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention import kind_of
 from mtrain.verify.reference.model.attention_kind import Shape, linear_shapes, norm_shapes
 from mtrain.verify.reference.model.experts import EXPERT_SCALE, GATE, INPUT_SCALE
+from mtrain.verify.reference.model.images import TOWER, tower_of
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT_BIAS = "router.expert_bias"
@@ -50,6 +51,9 @@ def shapes_of(model: ModelSection) -> dict[str, Shape]:
 def _tensors(model: ModelSection) -> Iterator[tuple[str, Shape]]:
     hidden, table = model.hidden_size, (model.vocab_size, model.hidden_size)
     yield EMBEDDING, table
+    if model.vision is not None:
+        for name, parameter in tower_of(model).named_parameters():
+            yield f"{TOWER}{name}", tuple(parameter.shape)
     for name, number in layers(model).items():
         depth = name.removesuffix(".transformer_layer")
         if depth != name:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention import attention, kind_of
 from mtrain.verify.reference.model.experts import Routed, experts
+from mtrain.verify.reference.model.images import with_features
 from mtrain.verify.reference.model.modules import AS_DEFINED, ExpertChanges, Module, network, norm
 from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, has_branches, has_experts, has_network
 from mtrain.verify.reference.text import Rows
@@ -44,6 +45,7 @@ class Transformer:
         result = Forward(logits=torch.empty(0))
         hidden = self._embedded(rows.tokens)
         result.outputs["embedding"] = hidden
+        hidden = with_features(hidden, rows, self._model, self._tensors)
         for number in range(self._model.num_layers):
             name = f"decoder.layers.{number}"
             hidden = self._layer(name, number, hidden, rows, rows.is_text, result, f"layer {number}")
