@@ -9,6 +9,7 @@ import pytest
 from mtrain.arch.layout import Layout
 from mtrain.checkpoint.format.safe_metadata import read_metadata
 from mtrain.checkpoint.store.steps import step_name
+from tests.config.test_vision import VISION
 from tests.core.state import checkpoint_ranks
 from tests.core.state.checkpoint_ranks import Outcome
 from tests.core.state.test_save_and_load import assert_same_model, configured
@@ -80,6 +81,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
             "0.input_layernorm.weight",
             "1.self_attention.linear_qkv.layer_norm_weight",
         },
+    ),
+    "a tower of which the projector learns": (
+        {"model__vision": VISION | {"hidden_size": 24, "freeze_projector": False}},
+        Layout(tp=2, sp=True),
+        Layout(pp=2),
+        {"mlp.linear_fc2.weight"},
     ),
 }
 
