@@ -6,6 +6,7 @@ from typing import Any
 from mtrain.config import Config
 from mtrain.config.adapters import all_linear_in
 from mtrain.config.load import Part, read_merged
+from mtrain.hf.hub import revision_of, with_snapshots
 
 
 def load_config(parts: Part | Sequence[Part], overrides: str | Sequence[str] = ()) -> Config:
@@ -39,16 +40,20 @@ def notes_on(config: Config) -> list[str]:
         return []
     from mtrain.hf.schema.description import notes_on_folder  # likewise
 
-    return notes_on_folder(config.model.hf)
+    revision = revision_of(config.model.hf)
+    of_cache = [] if revision is None else [f"model.hf is {revision}, in the hub's cache"]
+    return [*of_cache, *notes_on_folder(config.model.hf)]
 
 
 def resolved(content: dict[Any, Any]) -> dict[Any, Any]:
-    """Fills in the architecture from `model.hf`, and adapter targets that depend on the family.
+    """Replaces names on the Hub by their snapshots in the cache; fills in the architecture from `model.hf`, and adapter
+    targets that depend on the family.
 
     Raises:
         ConfigError: A key contradicts the folder.
         DataError: The folder cannot be read.
     """
+    content = with_snapshots(content)
     if isinstance(model := content.get("model"), dict) and "hf" in model:
         from mtrain.hf.schema.description import with_architecture  # loads all families, which other runs do not need
 

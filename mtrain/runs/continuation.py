@@ -17,6 +17,7 @@ from mtrain.config.kinds import sections_at
 from mtrain.config.schema.data import SourceSection, is_path_of_template
 from mtrain.config.schema.section import Section
 from mtrain.config.schema.train import AnyOptimizer
+from mtrain.hf.hub import is_same_repository
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -123,6 +124,10 @@ def _with_kept(config: Config, earlier: Mapping[str, Any]) -> Config:
             value = earlier.get(key, rule.before)
             value = tuple(value) if isinstance(value, list) else value
             config = _replaced(config, [*path, name], value)
+    # the revision that the run started from, if `model.hf` is another one in the hub's cache
+    hf, earlier_hf = config.model.hf, earlier.get("model.hf")
+    if hf is not None and isinstance(earlier_hf, str) and is_same_repository(hf, earlier_hf):
+        config = _replaced(config, ["model", "hf"], earlier_hf)
     return config
 
 

@@ -19,10 +19,11 @@ from mtrain.core.ranks.init import on_all_ranks, on_first_rank, with_the_slowest
 from mtrain.core.step.step import TrainingStep
 from mtrain.core.step.teacher import Teacher
 from mtrain.data.loader import StepLoader
+from mtrain.hf.hub import revision_of
 from mtrain.hf.schema.description import notes_on_folder
 from mtrain.runs.continuation import TEACHER
 from mtrain.runs.folder import RunFolder
-from mtrain.training.changed import validation_inputs
+from mtrain.training.changed import ORIGIN, validation_inputs
 from mtrain.training.evaluate import ValidationSet
 from mtrain.training.references import References
 from mtrain.training.resume import opened, resume_or_initialize
@@ -117,7 +118,9 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     built = build_step(config, groups, objective, teacher_of, weights_follow=True)
     # before the run's own weights are loaded, since this overwrites the model's weights
     references.use(built.model)
-    inputs = {**sources, **held_out, **of_teacher(built.teacher)}
+    revision = None if config.model.hf is None else revision_of(config.model.hf)
+    origin = {} if revision is None else {ORIGIN: revision}
+    inputs = {**sources, **held_out, **of_teacher(built.teacher), **origin}
     resumed = resume_or_initialize(built.model, folder, loader, inputs)
     return Run(
         **vars(built),

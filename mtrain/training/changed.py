@@ -31,6 +31,8 @@ DATA = "data.train"
 """Key of a change of training data."""
 CURRICULUM = "data.curriculum"
 """Key of a change of training data that affects only future steps."""
+ORIGIN = "model.hf"
+"""Key of the name and commit of a model in the hub's cache."""
 VALID = "data.valid"
 """Prefix of the keys of validation sets' fingerprints."""
 _NO_PART_OF_THE_MAIN_TERM = {
@@ -240,7 +242,8 @@ def changed_inputs(
 ) -> list[Change]:
     """Returns the inputs that differ from those of a checkpoint; inputs that it does not name are not compared.
 
-    Validation sets may change without consent, since they affect no update.
+    Validation sets may change without consent, since they affect no update, and so may the model that the run started
+    from.
 
     Args:
         allow_changed: Keys that may change, as in `checkpoint.allow_changed`.
@@ -252,7 +255,7 @@ def changed_inputs(
     saved = {key: value for key, value in entry.manifest.inputs.items() if key not in renamed}
     changes = []
     for key in sorted(key for key in saved.keys() & inputs.keys() if saved[key] != inputs[key]):
-        is_neutral = key.startswith(f"{VALID}.")
+        is_neutral = key.startswith(f"{VALID}.") or key == ORIGIN
         if not is_neutral and not is_permitted(key, allow_changed):
             raise _refused(key, saved[key], inputs[key], entry.path)
         changes.append(Change(key, f"fingerprint {saved[key]}", f"fingerprint {inputs[key]}", is_neutral))

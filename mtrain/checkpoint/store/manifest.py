@@ -216,7 +216,7 @@ class CheckpointInfo(BaseModel):
     """State of the program's source; None outside a git checkout."""
     inputs: dict[str, str] = {}
     """Configuration key -> fingerprint of what it names, for the run's inputs besides its training data: source code of
-    the user's loss functions, teacher, validation sets."""
+    the user's loss functions, teacher, validation sets; `org/name@commit` of a `model.hf` in the hub's cache."""
     valid_loss: float | None = None
     """Validation loss at this step in nats, of the set that valid.metric names; None without a validation."""
     valid_measure: str | None = None

@@ -8,6 +8,7 @@ an answer that is only a call has a null content, and elements of lists, which n
 """
 
 import glob
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,10 +23,13 @@ from mtrain.base.plain_files import parsed_json, read_plain_file
 from mtrain.data.formats.jsonl import parsed_line, raw_lines
 from mtrain.data.formats.recognise import EmptyFileError, FileKind, kind_of_file
 from mtrain.data.formats.rows import records_of, tables
+from mtrain.hf.hub import how_to_download, revision_of
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
 """Endings of the files that are read in a folder; the form of a file follows from its first bytes."""
 _HF_STATE, _HF_SPLITS = "state.json", "dataset_dict.json"
+_SPLIT = re.compile(r"(train|test|valid|validation|dev|eval)(?=[-_.])")
+"""Beginning of the names of a dataset's files on the hub."""
 _MOST_BYTES = 1 << 24
 
 
@@ -64,6 +68,8 @@ def source_files(source: str) -> Source:
     path = Path(source)
     if path.is_dir():
         return _source_of_folder(path)
+    if not path.exists() and (hint := how_to_download(source, "dataset")):
+        raise DataError(f"{source} does not exist; name a file, a folder or a pattern{hint}")
     if path.exists() or not glob.has_magic(source):  # a file may have brackets in its name
         return Source([RecordFile(path, kind_of_file(path))], [])
     files = sorted(file for file in map(Path, glob.glob(source, recursive=True)) if file.is_file())
@@ -120,6 +126,12 @@ def _source_of_folder(folder: Path) -> Source:
     if not paths:
         raise DataError(
             f"folder {folder} has no file that ends with {', '.join(_SUFFIXES)}; name the files by a pattern"
+        )
+    splits = sorted({match[0] for path in paths if (match := _SPLIT.match(path.name))})
+    if len(splits) > 1 and revision_of(str(folder)) is not None:
+        raise DataError(
+            f"{folder} is a dataset of the hub with several splits ({', '.join(splits)}); name the files of one by a "
+            f"pattern, as org/name/data/{splits[-1]}-*"
         )
     source = _source_of_paths(paths, folder)
     kinds = Counter(file.kind.value for file in source.files)

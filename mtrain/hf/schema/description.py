@@ -10,13 +10,13 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.config.kinds import merged
 from mtrain.config.schema.bounds import can_be_a_path
 from mtrain.config.schema.model import ModelSection
+from mtrain.hf.hub import how_to_download
 from mtrain.hf.schema.config import DEPTHS, differences
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import (
     CONFIG_NAME,
     SINGLE_NAME,
     has_weights,
-    how_to_download,
     inside,
     read_header,
     read_json,

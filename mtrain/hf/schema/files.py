@@ -50,17 +50,6 @@ def side_files(folder: Path) -> Iterator[Path]:
                 yield name
 
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-
-
-def how_to_download(name: str) -> str:
-    """Returns the end of a message about a missing folder: how to download it if this may be a hub name."""
-    if Path(name).exists() or not _HUB_NAME.fullmatch(name):
-        return ""
-    folder = f"models/{name.partition('/')[2]}"
-    return f" (mtrain downloads nothing; if this is a model on the hub, run hf download {name} --local-dir {folder})"
-
-
 def inside(folder: Path, name: str) -> Path:
     """Returns the path of an existing file that must be inside the folder."""
     path = folder / name

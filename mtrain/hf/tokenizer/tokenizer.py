@@ -21,7 +21,8 @@ from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json, read_plain_file
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
-from mtrain.hf.schema.files import how_to_download, json_object
+from mtrain.hf.hub import how_to_download
+from mtrain.hf.schema.files import json_object
 from mtrain.hf.tokenizer.build import MERGES_NAME, TOKENIZER_NAME, VOCABULARY_NAME, BuiltTokenizer, build_tokenizer
 from mtrain.hf.tokenizer.classes import NotReadError
 

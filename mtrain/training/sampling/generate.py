@@ -31,6 +31,7 @@ from mtrain.core.ranks.groups import Groups, opened_groups
 from mtrain.core.ranks.init import joined_distributed, on_first_rank
 from mtrain.core.ranks.party import purpose_of
 from mtrain.hf.configuration import load_config, resolved
+from mtrain.hf.hub import cached, how_to_download
 from mtrain.hf.schema.files import declared_ends
 from mtrain.hf.schema.registry import ORIGIN
 from mtrain.hf.tokenizer.tokenizer import Tokenizer, tokenizer_of
@@ -68,8 +69,12 @@ def model_at(path: Path, overrides: Sequence[str] = ()) -> Model:
     Args:
         overrides: Changes of the configuration, as `section.key=value`.
     """
+    path = Path(cached(str(path)))
     if not path.exists():
-        raise ConfigError(f"{path} does not exist; name a run folder, a checkpoint, an import or a Hugging Face folder")
+        raise ConfigError(
+            f"{path} does not exist; name a run folder, a checkpoint, an import or a Hugging Face folder"
+            f"{how_to_download(str(path))}"
+        )
     if (path / _HF_CONFIG).exists() and not RunFolder(path).checkpoints.exists():
         return Model(_config_of(path, {"hf": str(path)}, overrides), None, path)
     entry = checkpoint_at(path).entry

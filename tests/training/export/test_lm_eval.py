@@ -19,7 +19,7 @@ from tests.hf.folders import save
 from tests.paths import ROOT
 from tests.training.tasks.test_requests import letter_tokenizer
 
-TASKS = {
+TASKS: dict[str, dict[str, Any]] = {
     "choices": {
         "output_type": "multiple_choice",
         "doc_to_text": "{{question}}",
@@ -120,7 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(python: Path, cwd: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {"HF_HOME": str(cwd / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    line = [python, *map(str, arguments)]
+    line = [str(argument) for argument in (python, *arguments)]
     return subprocess.run(line, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment})
 
 

@@ -15,7 +15,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.checkpoint.store.manifest import MetricInfo
 from mtrain.config.schema.train import EvalSection, ValidSection
 from mtrain.hf.configuration import load_config
-from mtrain.report.metrics.record import ChangeRecord, TaskRecord, TermRecord, ValidRecord, to_json_line
+from mtrain.report.metrics.record import ChangeRecord, Record, TaskRecord, TermRecord, ValidRecord, to_json_line
 from mtrain.runs.events import EventKind, read_events
 from mtrain.runs.folder import RunFolder
 from mtrain.training.best import Metric, Patience
@@ -37,7 +37,7 @@ def tasks(step: int, **values: float) -> TaskRecord:
 
 
 def test_the_metric_is_found_in_the_results_of_a_step() -> None:
-    results = [valid(1, 0.5, first=0.5, second=0.7), tasks(1, quiz__acc=0.25)]
+    results: list[ValidRecord | TaskRecord] = [valid(1, 0.5, first=0.5, second=0.7), tasks(1, quiz__acc=0.25)]
     assert [Metric(name).of(results) for name in (None, "first", "second", "quiz/acc")] == [0.5, 0.5, 0.7, 0.25]
     assert Metric("valid").of([valid(1, 0.5)]) == 0.5, "a single set"
     assert [Metric(None).of(results[1:]), Metric("quiz/acc").of(results[:1])] == [None, None]
@@ -69,7 +69,7 @@ def test_patience_counts_as_the_definition_says(tmp_path: Path, is_higher: bool)
 
 def test_results_before_other_data_do_not_count(tmp_path: Path) -> None:
     changed = ChangeRecord(step=2, key="data.valid.valid", old="a", new="b")
-    records = [valid(1, 0.1), valid(2, 0.2), changed, valid(3, 0.9), valid(4, 0.8)]
+    records: list[Record] = [valid(1, 0.1), valid(2, 0.2), changed, valid(3, 0.9), valid(4, 0.8)]
     (tmp_path / "metrics.jsonl").write_text("".join(map(to_json_line, records)))
     patience = Patience(Metric(None), ValidSection(patience=1))
     patience.read(tmp_path / "metrics.jsonl")

@@ -127,7 +127,7 @@ def test_requests_are_answered_as_transformers_answers_them(pool: Pool, folder: 
     pairs = [pair for pair in pairs if pair[1] and oracle.cut(*pair)[1]]
     texts = ["a", text(draw, 12), "abc def" * 9]
     until = [["b"], ["fe", "ab"], []]
-    asked = [
+    asked: list[tuple[str, dict[str, Any]]] = [
         (context, {"until": ends, "max_gen_toks": count, "do_sample": False})
         for context, ends, count in zip(contexts[1:], until * 4, [5, 2, 7, 5] * 3)
     ]
