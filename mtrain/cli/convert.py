@@ -4,6 +4,7 @@ Needs no GPU, no model object and no process group, and reads one tensor at a ti
 continues where it stopped.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -87,8 +88,10 @@ def import_(
         from mtrain.checkpoint.store.imported import MODEL_NAME
         from mtrain.convert.importing import import_for_megatron, import_hf  # loads torch
         from mtrain.convert.target import DTYPE_NAMES
+        from mtrain.hf.hub import cached
         from mtrain.hf.schema.description import notes_on_folder
 
+        hf = Path(cached(str(hf)))
         if to is Form.megatron_lm:
             if check_logits:
                 raise ConfigError("--check-logits loads checkpoints of mtrain; remove it, or remove --to")
@@ -147,6 +150,10 @@ def export(
             "--adapter", help="Export only the adapter, as a PEFT folder, instead of merging it into its model."
         ),
     ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="ORG/NAME", help="Upload the folder to the Hugging Face Hub, once it is proven."),
+    ] = None,
 ) -> None:
     """A checkpoint -> Hugging Face, with adapters merged; also reads Megatron-LM and Megatron-Bridge (torch_dist).
     --dtype float32 exports the main weights of a run."""
@@ -165,8 +172,10 @@ def export(
                 f"--check-logits loads checkpoints of mtrain, but {checkpoint} is another program's; export without "
                 "it, then import the folder with --check-logits"
             )
+        upload = _uploader(push)  # before the work of an export
         if adapter:
             _export_adapter(checkpoint, out, dtype)
+            upload(out)
             return
         form: torch.dtype | Literal["mxfp4"] | None = "mxfp4" if dtype is ExportDtype.mxfp4 else DTYPE_NAMES.get(dtype)
         proof = export_hf(checkpoint, out, like or model, form, workers)
@@ -181,6 +190,7 @@ def export(
         if check_logits:
             _check_logits(checkpoint, out, threshold)
         print(f"{out} is complete")
+        upload(out)
 
 
 def _export_adapter(checkpoint: Path, out: Path, dtype: ExportDtype) -> None:
@@ -236,6 +246,16 @@ def inspect(
         from mtrain.convert.inspecting import print_contents
 
         print_contents(path, like or model)
+
+
+def _uploader(name: str | None) -> Callable[[Path], None]:
+    """Returns the function that uploads a folder, if a name is given; refuses a name or a login that would fail."""
+    if name is None:
+        return lambda folder: None
+    from mtrain.convert.pushing import logged_in, push
+
+    api = logged_in(name)
+    return lambda folder: print(f"{folder} is uploaded: {push(folder, name, api)}")
 
 
 def _named(usage: str, name: str, option: str, positional: Path | None, named: Path | None) -> Path:
