@@ -19,6 +19,8 @@ from mtrain.cli.messages import one_message
 if TYPE_CHECKING:
     import torch
 
+    from mtrain.convert.proof import Proof
+
 convert_app = typer.Typer(
     cls=Verbs,
     help="Converts between Hugging Face's model folders and checkpoints, with a proof at the end.",
@@ -179,18 +181,22 @@ def export(
             return
         form: torch.dtype | Literal["mxfp4"] | None = "mxfp4" if dtype is ExportDtype.mxfp4 else DTYPE_NAMES.get(dtype)
         proof = export_hf(checkpoint, out, like or model, form, workers)
-        exact = proof.num_tensors - len(proof.rounding)
-        print(f"proven: {exact} tensors are the checkpoint's, {proof.size_bytes} bytes")
-        if proof.num_in_mxfp4:
-            worst = max(proof.rounding.values(), default=0.0)
-            print(
-                f"mxfp4: {len(proof.rounding)} of {proof.num_in_mxfp4} tensors were rounded, by at most {worst:.2g} of "
-                "the largest number in a block"
-            )
+        _print_exported(proof)
         if check_logits:
             _check_logits(checkpoint, out, threshold)
         print(f"{out} is complete")
         upload(out)
+
+
+def _print_exported(proof: "Proof") -> None:
+    exact = proof.num_tensors - len(proof.rounding)
+    print(f"proven: {exact} tensors are the checkpoint's, {proof.size_bytes} bytes")
+    if proof.num_in_mxfp4:
+        worst = max(proof.rounding.values(), default=0.0)
+        print(
+            f"mxfp4: {len(proof.rounding)} of {proof.num_in_mxfp4} tensors were rounded, by at most {worst:.2g} of the "
+            "largest number in a block"
+        )
 
 
 def _export_adapter(checkpoint: Path, out: Path, dtype: ExportDtype) -> None:
