@@ -109,6 +109,7 @@ def _tokens(values: Any) -> Any:
         (Layout(pp=2, dp=2), BF16 | TIED | OVERLAP),
         (Layout(dp=2), BF16 | NOT_DISTRIBUTED),
         (Layout(dp=2, shard="weights"), BF16 | TIED),
+        pytest.param(Layout(dp=2, shard="weights"), FP16, marks=pytest.mark.nightly),  # as sharded by the optimizer
     ],
     ids=str,
 )
