@@ -18,7 +18,7 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.state.base import base_of, check_base, refused_as_model
-from mtrain.checkpoint.state.reader import GlobalTensors, ReadTarget, load_parameters, load_shards, memory_for
+from mtrain.checkpoint.state.reader import GlobalTensors, ReadTarget, load_parameters, load_shards, target_of
 from mtrain.checkpoint.state.save import Provenance, Saver
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import STATE_NAME, BaseInfo, RecentUpdates, TrainingState, read_state
@@ -35,6 +35,7 @@ from mtrain.core.layers.sharded_parameters import (
     checkpoint_parameters,
     held_of,
     held_rows,
+    held_values,
     optimizer_key,
     run_of,
     whole_of,
@@ -147,12 +148,10 @@ def load_adapters(entry: CheckpointEntry, model: RankModel) -> None:
 
 
 def fill(parameter: Tensor, values: Tensor) -> None:
-    """Copies values into a parameter, rounded to its precision."""
-    held = held_rows(parameter)
-    if held is not None:
-        held.main.copy_(values.flatten()[held.start : held.end].view(held.main.shape))
-    elif parameter.data_ptr() != values.data_ptr():  # else the values were read into the parameter
-        parameter.copy_(values)
+    """Copies values into a parameter, rounded to its precision; see `target_of`."""
+    held = held_values(parameter)
+    if held.data_ptr() != values.data_ptr():  # else the values were read into the parameter
+        held.copy_(values)
 
 
 def filler_of(optimizer: Optimizer) -> Callable[[Tensor, Tensor], None]:
@@ -161,7 +160,7 @@ def filler_of(optimizer: Optimizer) -> Callable[[Tensor, Tensor], None]:
 
     def fill_both(parameter: Tensor, values: Tensor) -> None:
         fill(parameter, values)
-        if parameter in updated:
+        if parameter in updated and held_rows(parameter) is None:  # else these are the main weights
             updated[parameter].set_main(values)  # not from the parameter, which is rounded
 
     return fill_both
@@ -246,9 +245,7 @@ def read_weights(
         key = key_of(parameter.key)
         # in the dtype on disk, because load_shards compares dtypes; `use` rounds
         dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
-        values = memory_for(parameter.data, dtype)
-        # whole parameters, although a distributed optimizer updates only a part of each
-        targets[parameter.data] = ReadTarget(values, list(whole_of(parameter, key, values)))
+        targets[parameter.data] = target_of(parameter, key, dtype)
     load_parameters(saved, targets, lambda key: key in replaced or may_be_left(key), model.vocab_size, use)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes, TensorSlice
+from mtrain.core.layers.sharded_parameters import ShardedParameter, held_rows, run_of, whole_of
 from mtrain.core.ranks.init import on_all_ranks
 from mtrain.core.state.shard import Shard
 
@@ -35,7 +36,7 @@ class ReadTarget(NamedTuple):
     """A parameter that a rank reads from disk."""
 
     values: Tensor
-    """Tensor of the parameter's shape in the dtype on disk; the parameter's own memory if the dtypes agree."""
+    """What the rank holds of the parameter, in the dtype on disk; the parameter's own memory if the dtypes agree."""
     shards: list[Shard]
 
 
@@ -90,13 +91,15 @@ def load_shards(
     on_all_ranks(lambda: _read(saved, shards, after_each))  # also a barrier
 
 
-def memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns memory for the values of a parameter: the parameter's own if dtypes agree, to save a copy.
-
-    The stand-in of a sharded parameter has no memory of its own.
-    """
-    is_held = parameter.dtype == dtype and parameter.is_contiguous() and not parameter.is_meta
-    return parameter.detach() if is_held else torch.empty(parameter.shape, dtype=dtype)
+def target_of(parameter: ShardedParameter, key: str, dtype: torch.dtype) -> ReadTarget:
+    """Returns what this rank reads of a parameter under a key on disk, in the dtype on disk: its rows if DP x CP
+    divides it, else all of it, into the parameter's own memory if the dtypes agree."""
+    own, held = parameter.data, held_rows(parameter.data)
+    if held is not None:
+        values = torch.empty(held.main.shape, dtype=dtype)
+        return ReadTarget(values, list(run_of(parameter, key, values.view(-1), held.start, held.end)))
+    values = own.detach() if own.dtype == dtype and own.is_contiguous() else torch.empty(own.shape, dtype=dtype)
+    return ReadTarget(values, list(whole_of(parameter, key, values)))
 
 
 @torch.no_grad()
@@ -111,8 +114,8 @@ def load_parameters(
 
     Args:
         may_be_left: See `load_shards`.
-        use: Called with each parameter and its complete values, while the system reads the next ones. Frees values
-            outside the parameter afterwards.
+        use: Called with each parameter and the complete values of its target, while the system reads the next ones.
+            Frees values outside the parameter afterwards.
     """
     owned = [(shard, parameter) for parameter, (_, shards) in targets.items() for shard in shards]
     owned.sort(key=lambda pair: (pair[0].key, pair[0].at.offset))  # reads neighbours on disk together

@@ -23,7 +23,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.state.load import Naming, check_entry, filler_of, read_weights
-from mtrain.checkpoint.state.reader import ReadTarget, check_keys, check_shapes, load_parameters, memory_for
+from mtrain.checkpoint.state.reader import ReadTarget, check_keys, check_shapes, load_parameters, target_of
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.megatron_checkpoint import check_format, check_run_config
 from mtrain.config import Config
@@ -92,9 +92,9 @@ def load_megatron_weights(folder: Path, model: RankModel) -> None:
         spelled = [with_their_key(shard, their_keys) for shard in whole_of(sharded, sharded.key, sharded.data)]
         known = next((shard.key for shard in spelled if shard.key in saved.tensors), None)
         # load_parameters refuses unknown keys
-        values = memory_for(sharded.data, torch.float32 if known is None else saved.tensors[known].dtype)
-        shards = [with_their_key(shard, their_keys) for shard in whole_of(sharded, sharded.key, values)]
-        targets[sharded.data] = ReadTarget(values, shards)
+        dtype = torch.float32 if known is None else saved.tensors[known].dtype
+        values, shards = target_of(sharded, sharded.key, dtype)
+        targets[sharded.data] = ReadTarget(values, [with_their_key(shard, their_keys) for shard in shards])
     fill = filler_of(optimizer)
 
     def use(parameter: Tensor, values: Tensor) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import psutil
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mtrain.base.errors import MtrainError
 from mtrain.base.tensor_slice import TensorSlice
+from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.safe_metadata import read_metadata
 from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.checkpoint.state.load import LoadedState, load_checkpoint, load_weights, save_checkpoint
@@ -169,13 +171,24 @@ def resumed_at(groups: Groups, config: Config, folder: Path, steps: Sequence[int
     return [train(groups, config, folder, step, step) for step in steps]
 
 
-def start_from(groups: Groups, configs: Sequence[Config], folder: Path, step: int) -> list[tuple[int, Whole]]:
-    """Starts new runs from the weights of a checkpoint; returns Adam's update count and the model of each."""
+class Started(NamedTuple):
+    """A new run from the weights of a checkpoint."""
+
+    adam_step: int
+    begun: Whole
+    num_read: int
+    """Elements that this rank read."""
+
+
+def start_from(groups: Groups, configs: Sequence[Config], folder: Path, step: int) -> list[Started]:
+    """Starts new runs from the weights of a checkpoint."""
     found = []
     for config in configs:
         parts = build(groups, config)
-        load_weights(_entry(folder, step), parts.model)
-        found.append((parts.model.optimizer.state.adam_step(), whole(parts, groups)))
+        with mock.patch.object(CheckpointTensors, "read", autospec=True, side_effect=CheckpointTensors.read) as read:
+            load_weights(_entry(folder, step), parts.model)
+        num_read = sum(call.args[2].num_elements for call in read.call_args_list)
+        found.append(Started(parts.model.optimizer.state.adam_step(), whole(parts, groups), num_read))
     return found
 
 

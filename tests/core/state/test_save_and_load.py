@@ -259,13 +259,18 @@ def test_weights_may_be_divided_at_one_start_and_whole_at_the_next(
         np.testing.assert_allclose(resumed.steps, straight.steps[1:], rtol=1e-5)
 
 
-def test_a_new_run_starts_from_the_main_weights(pool: Pool, half: Any) -> None:
-    """The main weights are the start in every precision."""
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=3, shard="weights")], ids=str)
+def test_a_new_run_starts_from_the_main_weights(pool: Pool, half: Any, layout: Layout) -> None:
+    """The main weights are the start in every precision; ranks that divide them read their rows."""
     folder, straight = half
     dtypes = {"fp32": np.float32, "bf16": None, "fp16": np.float16}
-    configs = [configured(**TIED, **{"train.precision": precision}) for precision in dtypes]
-    found = pool.run(ranks.start_from, Layout(tp=2), configs, folder, 2)[0]
-    for (adam_step, begun), (precision, dtype) in zip(found, dtypes.items(), strict=True):
+    given = {**TIED, "layout.shard": layout.shard, "train.global_batch_size": 6}
+    configs = [configured(**given, **{"train.precision": precision}) for precision in dtypes]
+    everyone = pool.run(ranks.start_from, layout, configs, folder, 2)
+    num_elements = sum(values.size for values in straight.whole["save"].main.values())
+    for started in zip(*everyone, strict=True):
+        assert sum(each.num_read for each in started) <= 1.1 * num_elements
+    for (adam_step, begun, _), (precision, dtype) in zip(everyone[0], dtypes.items(), strict=True):
         assert adam_step == 0, precision
         assert_same_bits(straight.whole["save"].main, begun.main)
         assert not any(values.any() for values in begun.moments.values()), precision
