@@ -135,7 +135,7 @@ class _StageRank:
         """Returns the elements of the largest trained parameter on a rank."""
         model, adapter, layout = self.config.model, self.config.adapter, self.layout
         if adapter is None:
-            return padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
+            return _table_elements(model, layout)
         sizes = (
             adapter.rank_of(matrix.part) * max(matrix.rows, matrix.columns) for matrix in all_matrices(model, adapter)
         )
@@ -158,6 +158,20 @@ class _StageRank:
         )
 
 
+def root_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
+    """Counts what stays gathered from the forward to the backward pass with divided weights, as the loss multiplies by
+    it: the output layer, or a tied embedding."""
+    tables = tables_on_stage(model, layout, pp_rank)
+    root = (
+        _table_elements(model, layout) if "output" in tables or (model.output.is_tied and "embedding" in tables) else 0
+    )
+    return root + (head_elements(model) if pp_rank == layout.pp - 1 else 0)
+
+
+def _table_elements(model: ModelSection, layout: Layout) -> int:
+    return padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
+
+
 @dataclass(frozen=True)
 class _Gathered:
     """What a rank of a pipeline stage with divided weights gathers, in numbers of `size` bytes."""
@@ -177,20 +191,13 @@ class _Gathered:
 
     @property
     def root(self) -> int:
-        """Elements that stay gathered from the forward to the backward pass: what the loss multiplies by."""
-        tables = tables_on_stage(self.model, self.layout, self.pp_rank)
-        root = self._table if "output" in tables or (self.model.output.is_tied and "embedding" in tables) else 0
-        return root + (head_elements(self.model) if self.pp_rank == self.layout.pp - 1 else 0)
-
-    @property
-    def _table(self) -> int:
-        return padded_vocab_size(self.model, self.layout.tp) // self.layout.tp * self.model.hidden_size
+        return root_elements(self.model, self.layout, self.pp_rank)
 
     @property
     def _embedding(self) -> int:
         """Elements of an embedding that is gathered by itself."""
         is_alone = "embedding" in tables_on_stage(self.model, self.layout, self.pp_rank)
-        return self._table if is_alone and not self.model.output.is_tied else 0
+        return _table_elements(self.model, self.layout) if is_alone and not self.model.output.is_tied else 0
 
     @property
     def beside_logits(self) -> int:

@@ -12,13 +12,17 @@ from typing import NamedTuple
 from mtrain.arch.activations import FP32_BYTES, element_bytes
 from mtrain.arch.layout import GIVEN_DEGREES, Layout, uneven_stages
 from mtrain.arch.memory import own_shard, trained_parameters
-from mtrain.config import Config, known_issues, rules
-from mtrain.config.schema.layout import LayoutSection
+from mtrain.config import Config, known_issues, rules, sharding
+from mtrain.config.schema.layout import LayoutSection, Shard
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.sections import Sections
+from mtrain.config.schema.train import TrainSection
 from mtrain.plan.search.cost import Workload, least_microbatch_seconds
 from mtrain.plan.search.hardware import Cluster
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+"""Keys of `train` that are refused with divided weights, which always overlap."""
 
 
 class Candidate(NamedTuple):
@@ -52,7 +56,12 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
         )
         for size in _MICRO_BATCHES
     }
-    for weights in divisions(config.model, num_gpus, cluster):
+    divided = (
+        replace(weights, shard=shard)
+        for weights in divisions(config.model, num_gpus, cluster)
+        for shard in shards(config, weights)
+    )
+    for weights in divided:
         if state_bytes(config, weights) > usable_bytes:
             continue
         for ranks, size, num in batches(config, weights):
@@ -64,6 +73,19 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
                 for vpp in _virtual_stages(config.model.num_layers, layout.pp, num >= layout.pp):
                     seconds = bounds[key] / layout.pp * (num + (layout.pp - 1) / vpp)
                     yield Candidate(replace(layout, vpp=vpp), size, seconds)
+
+
+def shards(config: Sections, layout: Layout) -> tuple[Shard, ...]:
+    """Returns what the data-parallel ranks of a layout may divide, for `dp` that includes `cp`."""
+    section = LayoutSection().model_copy(update={"shard": "weights", "etp": layout.etp})
+    sections = config.model_copy(update={"layout": section, "train": train_of("weights", config.train)})
+    is_legal = layout.dp > 1 and not any(sharding.broken_rules(sections))
+    return ("optimizer", "weights") if is_legal else ("optimizer",)
+
+
+def train_of(shard: Shard, train: TrainSection) -> TrainSection:
+    """Returns the section for what ranks divide, without OVERLAPS for divided weights."""
+    return train.model_copy(update=dict.fromkeys(OVERLAPS if shard == "weights" else (), False))
 
 
 def divisions(model: ModelSection, num_gpus: int, cluster: Cluster) -> Iterator[Layout]:

@@ -4,13 +4,15 @@ Every component is a roofline. Matrix products run at the device's peak times an
 smallest dimension, limited by memory bandwidth; fused attention has its own efficiency; everything else is
 memory-bound. A step takes as long as its slowest pipeline stage needs for all microbatches, plus the bubble, exposed
 transfers, and the update. These are assumed to overlap with computation: gradient reductions with the last backward
-pass and parameter gathers with the first forward pass, if the configuration overlaps them; transfers between stages of
+pass and parameter gathers with the first forward pass, if the configuration overlaps them; with divided weights, those
+of a layer with the computation of another; transfers between stages of
 an interleaved schedule except during its warm-up; half of the tensor-parallel transfers of a backward pass, with the
 gradients of weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import NamedTuple, assert_never
@@ -20,7 +22,7 @@ from mtrain.arch.features import LAYER_PARTS, kinds
 from mtrain.arch.features.feature import LayerPart, RankParameters, hidden_local, once_a_model
 from mtrain.arch.flops import mfu, num_attended_pairs, run_flops_per_token, sees_everything
 from mtrain.arch.layout import Layout, most_microbatches
-from mtrain.arch.memory import own_shard, trained_parameters
+from mtrain.arch.memory import own_shard, root_elements, trained_parameters
 from mtrain.arch.parameters import output_columns
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
@@ -191,11 +193,14 @@ def _accumulation_seconds(work: Workload, pp_rank: int) -> float:
     """Predicts the time to add the gradients of one microbatch to their float32 sums.
 
     A sum is read and written. A gradient that a product wrote is read once more; a fused product adds to the sum
-    directly and writes no gradient.
+    directly and writes no gradient. Divided weights are copied from the buffers of both gathers, and gradients to that
+    of their sum.
     """
-    trained = trained_parameters(work.config, work.layout, pp_rank).total
+    trained, size = trained_parameters(work.config, work.layout, pp_rank).total, work.element_bytes
     is_fused = work.config.model.megatron.get("gradient_accumulation_fusion", False)
-    moved = 2 * FP32_BYTES + (-work.element_bytes if is_fused else work.element_bytes)
+    moved = 2 * FP32_BYTES + (-size if is_fused else size)
+    if work.layout.shard == "weights":
+        moved = 2 * (size + size) + (size + FP32_BYTES)
     return trained * moved / work.cluster.gpu.memory_bandwidth
 
 
@@ -260,6 +265,8 @@ def _data_parallel(work: Workload, stage: StepTime, parameters: RankParameters) 
         (parameters.dense, Group(layout.dp * layout.cp, layout.tp)),
         (parameters.experts, Group(layout.edp, layout.etp * layout.ep)),
     )
+    if layout.shard == "weights":
+        return _layer_by_layer(work, stage, groups)
     sums, gathers = Transfer(), Transfer()
     for number, group in groups:
         if train.distributed_optimizer:
@@ -271,6 +278,23 @@ def _data_parallel(work: Workload, stage: StepTime, parameters: RankParameters) 
     hidden = min(0.95 * sums.seconds, 2 * forward) if train.overlap_grad_reduce else 0.0
     hidden += min(0.95 * gathers.seconds, forward) if train.overlap_param_gather else 0.0
     return sums + gathers, hidden
+
+
+def _layer_by_layer(work: Workload, stage: StepTime, groups: Sequence[tuple[int, Group]]) -> tuple[Transfer, float]:
+    """Predicts the transfers of divided weights, and the seconds that computation hides: each microbatch gathers every
+    layer for its forward and its backward pass, while another layer computes, and sums its gradients."""
+    layers = work.config.model.num_layers / work.layout.pp
+    gathers, sums = Transfer(), Transfer()
+    for number, group in groups:
+        if number:
+            gathers += gathered(work.cluster, group, number / layers * work.element_bytes) * layers
+            sums += gathered(work.cluster, group, number / layers * FP32_BYTES) * layers
+    root = root_elements(work.config.model, work.layout, 0) * work.element_bytes
+    again = gathers + gathered(work.cluster, groups[0][1], root) * -1  # stays gathered
+    forward = (stage.matrices + stage.attention) / 3
+    hidden = min(0.95 * gathers.seconds, forward)
+    hidden += min(0.95 * (again + sums).seconds, 2 * forward + stage.recompute)
+    return (gathers + again + sums) * work.num_microbatches, hidden * work.num_microbatches
 
 
 @dataclass(frozen=True)

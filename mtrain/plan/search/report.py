@@ -11,6 +11,7 @@ from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.yaml_text import yaml_text
 from mtrain.config import Config
 from mtrain.config.schema.train import TrainSection
+from mtrain.plan.search.candidates import OVERLAPS
 from mtrain.plan.search.cost import Workload, step_mfu
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster, MeasuredLinks
 from mtrain.plan.search.search import Choice, SearchResult
@@ -26,7 +27,7 @@ _NAMES = {
     "ep": "transfers of tokens to experts",
     "p2p": "transfers between stages",
     "bubble": "the pipeline's bubble",
-    "dp": "exposed gradient reductions",
+    "dp": "exposed gathers of weights and reductions of gradients",
     "update": "the update",
 }
 _HEADER = ("", "layout", "micro-batch", "recompute", "GiB", "bubble", "NVLink GB", "network GB", "step s", "MFU")
@@ -231,7 +232,8 @@ def write_choice(
 
 def chosen_content(choice: Choice, user_sections: Mapping[str, Any]) -> dict[str, Any]:
     layout = choice.config.layout.model_dump(exclude_defaults=True)
-    unchanged = {key: value for key, value in user_sections["train"].items() if key not in _CHOSEN}
+    gone = (*_CHOSEN, *(OVERLAPS if choice.layout.shard == "weights" else ()))
+    unchanged = {key: value for key, value in user_sections["train"].items() if key not in gone}
     train = {**choice.config.train.model_dump(include=set(_CHOSEN), exclude_defaults=True), **unchanged}
     sections = {**user_sections, "layout": layout, "train": train}
     return {name: sections[name] for name in sections if name != "layout" or layout}

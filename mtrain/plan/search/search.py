@@ -2,7 +2,7 @@
 bound exceeds the best times found."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
@@ -16,8 +16,10 @@ from mtrain.plan.search.candidates import (
     candidates,
     divisions,
     section_of,
+    shards,
     stage_split,
     state_bytes,
+    train_of,
 )
 from mtrain.plan.search.cost import StepCost, Workload, step_cost
 from mtrain.plan.search.hardware import USABLE_MEMORY, Cluster
@@ -84,7 +86,8 @@ def with_layout(config: Config, section: LayoutSection, micro_batch_size: int) -
         "recompute_modules": None,
         "recompute_layers": None,
     }
-    return config.model_copy(update={"layout": section, "train": config.train.model_copy(update=changes)})
+    train = train_of(section.shard, config.train).model_copy(update=changes)
+    return config.model_copy(update={"layout": section, "train": train})
 
 
 @dataclass
@@ -109,9 +112,9 @@ class _Best:
         self.choices = sorted([*remaining, choice], key=lambda other: other.cost.time.total)[: self.size]
 
 
-def _weights_key(layout: Layout) -> tuple[int, ...]:
+def _weights_key(layout: Layout) -> tuple[int | str, ...]:
     """Returns a key that is equal for layouts with the same division of weights, under any schedule."""
-    return layout.tp, layout.pp, layout.cp, layout.ep, layout.etp
+    return layout.tp, layout.pp, layout.cp, layout.ep, layout.etp, layout.shard
 
 
 def _try(work: Workload, usable: int, best: _Best, counts: Counts) -> None:
@@ -167,9 +170,12 @@ def _closest(config: Config, num_gpus: int, cluster: Cluster, counts: Counts) ->
     """Finds the choice that needs least memory with full recomputation, among those with the least state between
     steps; None if no layout is legal."""
     choices: list[Choice] = []
-    for weights in sorted(
-        divisions(config.model, num_gpus, cluster), key=lambda division: state_bytes(config, division)
-    ):
+    divided = (
+        replace(division, shard=shard)
+        for division in divisions(config.model, num_gpus, cluster)
+        for shard in shards(config, division)
+    )
+    for weights in sorted(divided, key=lambda division: state_bytes(config, division)):
         if len(choices) >= _NUM_CLOSEST:
             break
         if stage_split(config.model.num_layers, weights.pp, 1) is None:

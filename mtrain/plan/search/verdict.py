@@ -12,6 +12,7 @@ from mtrain.arch.layout import Layout, broken_rules
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.loss import own_functions
+from mtrain.plan.search.candidates import OVERLAPS
 from mtrain.plan.search.cost import Workload, step_cost
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster
 from mtrain.plan.search.report import nothing_fits, recompute_name
@@ -65,6 +66,8 @@ def _changes(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[dict[s
         yield {"loss.chunk_tokens": "auto"}
     if config.loss.chunk_tokens != FEWEST_TOKENS and not own_functions(config.loss):
         yield {"loss.chunk_tokens": FEWEST_TOKENS}
+    if layout.shard == "optimizer":
+        yield {"layout.shard": "weights"} | {f"train.{name}": False for name in OVERLAPS if getattr(train, name)}
     for name in _DEGREES:
         degree = 2 * getattr(layout, name)
         while degree <= (cluster.gpus_per_node if name == "tp" else num_gpus):

@@ -38,7 +38,7 @@ def all_that_fit(given: Config, num_gpus: int, usable: int) -> list[float]:
         layout = Layout.from_config(changed, num_gpus)
         for tried in recomputations(changed):
             if heaviest(tried, layout).total_bytes <= usable:
-                key = (layout.tp, layout.pp, layout.ep, layout.etp, layout.cp)
+                key = (layout.tp, layout.pp, layout.ep, layout.etp, layout.cp, layout.shard)
                 best[key] = min(best.get(key, 1e30), step_cost(Workload(tried, layout, H100)).time.total)
                 break
     return sorted(best.values())
