@@ -11,8 +11,8 @@ from mtrain.config import Config
 from mtrain.plan.search.cost import Workload, step_cost
 from mtrain.plan.search.hardware import GIB, GPUS, Cluster
 from mtrain.plan.search.report import chosen_content
-from mtrain.plan.search.search import heaviest, search
-from mtrain.plan.search.verdict import smallest_change, with_keys
+from mtrain.plan.search.search import search
+from mtrain.plan.search.verdict import smallest_change
 from tests.core.engine.sharded_weights_ranks import traffic
 from tests.parity.batches import two_steps
 from tests.parity.cases import case, lean
@@ -21,7 +21,6 @@ from tests.plan.search.test_search import H100, of
 from tests.pool import Pool
 
 WITHOUT_SWITCHES = ("train.overlap_grad_reduce=false", "train.overlap_param_gather=false")
-HALVES = {"layout.tp": 2, "layout.sp": True}
 SMALL = ("train.global_batch_size=64", "data.seq_length=4096")
 
 
@@ -33,7 +32,8 @@ def test_a_step_sends_what_is_planned(pool: Pool, changes: dict[str, Any]) -> No
     planned = step_cost(Workload(config, layout, IDEAL)).sent
     for seen in pool.run(traffic, layout, config, two_steps()[0]):
         sent = (seen.gathered + seen.summed) / 2 * 4
-        assert (planned.nvlink_bytes, planned.network_bytes) == (pytest.approx(sent, rel=0.01), 0)
+        assert planned.nvlink_bytes == pytest.approx(sent, rel=0.01)
+        assert planned.network_bytes == 0
 
 
 def test_transfers_hide_behind_layers_unless_the_network_is_slow() -> None:
@@ -55,14 +55,6 @@ def test_32b_is_sharded_on_eight_gpus() -> None:
     assert {each.layout.shard for each in found.choices} == {"weights"}
     written = chosen_content(found.choices[0], given.model_dump())
     assert Config.model_validate(written).layout.shard == "weights"
-
-
-def test_what_a_start_builds_has_to_fit() -> None:
-    """70B are 141 GB in bf16, whose shards would fit 32 GPUs."""
-    given = of("llama3_70b", *SMALL, "train.recompute=full", "layout.shard=weights", *WITHOUT_SWITCHES)
-    whole, halves = (heaviest(each, Layout.from_config(each, 32)) for each in (given, with_keys(given, HALVES)) if each)
-    assert whole.total_bytes == whole.start_bytes > 131 * GIB
-    assert halves.total_bytes < 0.55 * whole.total_bytes
 
 
 def test_optimizer_shards_stay_where_they_are_as_fast() -> None:
