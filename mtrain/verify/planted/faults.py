@@ -70,6 +70,14 @@ def _without_tied_group(sharded: ShardedModel, sums: StepSums, groups: Groups, *
     return finalize_gradients(sharded, sums, replace(groups, collection=collection), *arguments)
 
 
+def _averaged_over_shards(sharded: ShardedModel, sums: StepSums, groups: Groups, *arguments: Any) -> GlobalTotals:
+    """Divides as fully_shard does unless each of its units is told otherwise."""
+    totals = finalize_gradients(sharded, sums, groups, *arguments)
+    if groups.layout.shard == "weights":
+        sharded.scale_gradients(1 / groups.dp_cp.size())
+    return totals
+
+
 def _consecutive_positions(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
     cuts = slice_for_rank(batches, groups)
     if groups.layout.cp == 1:
@@ -96,6 +104,7 @@ PLANTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "tp-counts-again": ("finalize_gradients", _tp_counts_again),
     "sp-norms-not-reduced": ("finalize_gradients", _norms_not_reduced),
     "tied-gradient-missed": ("finalize_gradients", _without_tied_group),
+    "sharded-gradients-averaged": ("finalize_gradients", _averaged_over_shards),
     "positions-not-zigzag": ("slice_for_rank", _consecutive_positions),
     "document-boundary-crossed": ("slice_for_rank", _one_row_one_document),
 }

@@ -38,6 +38,7 @@ FAULTS = (
         "model.tied_embeddings=true",
     ),
     Fault("positions-not-zigzag", "numbers positions as if each rank held one piece of the row", "cp"),
+    Fault("sharded-gradients-averaged", "averages gradients of sharded weights over their ranks", "shard"),
     Fault(
         "document-boundary-crossed",
         "lets attention see the documents packed before",

@@ -35,6 +35,7 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "tied-gradient-missed": (f"{PP},{MICRO}", "pp", "gradient", EMBEDDING, None),
     "dropped-microbatch": (MICRO, "microbatches", "denominator", "main", None),
     "labels-shifted-after-slicing": (CP, "cp", "loss", "main", None),
+    "sharded-gradients-averaged": (f"{DP},dp2-weights-mbs4", "shard", "gradient", FINAL_NORM, None),
     "positions-not-zigzag": (CP, "cp", "loss", "main", ATTENTION),
     "keys-in-rank-order": (CP, "cp", "loss", "main", ATTENTION),
     "hops-left-out": (f"{CP},cp2ringmbs8", "ring", "loss", "main", ATTENTION),
