@@ -11,6 +11,7 @@ from tests.parity import cases
 from tests.parity.batches import documents_steps, three_steps
 from tests.parity.compare import Deviation, Row, deviations, rows_by_layout
 from tests.parity.expert_models import steps_of
+from tests.parity.layouts import test_sharded_weights
 from tests.parity.models import test_balance, test_experts, test_families, test_latent_attention, test_multi_token
 from tests.pool import Pool
 
@@ -53,6 +54,11 @@ def families() -> Iterator[Row]:
         yield Row(test_families.family(changes), changes, case, test_families.steps_of(changes))
 
 
+def sharded_weights() -> Iterator[Row]:
+    """Yields models of every kind whose weights the ranks of DP x CP divide."""
+    yield from (*test_sharded_weights.DAY, *test_sharded_weights.NIGHT)
+
+
 KINDS = {
     "dense": dense,
     "experts": experts,
@@ -60,6 +66,7 @@ KINDS = {
     "latent_attention": latent_attention,
     "multi_token": multi_token,
     "families": families,
+    "sharded_weights": sharded_weights,
 }
 
 

@@ -8,8 +8,10 @@ from tests.parity.batches import GlobalBatch, documents_steps, three_steps, two_
 from tests.parity.cases import Case, case, lean
 from tests.parity.compare import Row, assert_rows_exact, by_layout
 from tests.parity.expert_models import MIXTRAL
-from tests.parity.families import GEMMA, GPT_OSS, HYBRID, MAMBA, MINIMAX, MINISTRAL, OLMO3
+from tests.parity.families import DEEPSEEK_ATTENTION as LATENT
+from tests.parity.families import GEMMA, GEMMA4, GPT_OSS, HYBRID, MAMBA, MINIMAX, MINISTRAL, OLMO3
 from tests.parity.layouts.test_packing import PACKED, steps
+from tests.parity.models import test_families
 from tests.pool import Pool
 
 WEIGHTS: dict[str, Any] = {"layout__shard": "weights"}
@@ -52,6 +54,10 @@ NIGHT = [
     row("Muon", MUON, lean(case(4, tp=2, sp=True, dp=2))),
     row("a pipeline", AHEAD | TIED, lean(case(4, pp=2, dp=2))),
     row("experts on all", MIXTRAL, lean(case(4, dp=2))),
+    row("", {}, lean(case(4, tp=2, sp=True, cp=2))),
+    row("latents", LATENT | CHUNKED, lean(case(4, dp=2))),
+    row("Gemma 4", GEMMA4, lean(case(4, dp=2), 4)),
+    row("gpt-oss with experts", GPT_OSS, lean(case(4, tp=2, sp=True, dp=2, ep=2), 4)),
     row("MiniMax-M2", MINIMAX, lean(case(4, tp=2, sp=True, dp=2, ep=2))),
     row("tied", TIED, lean(case(4, tp=2, sp=True, cp=2, cp_comm="ring"))),
     *(
@@ -67,6 +73,11 @@ NIGHT = [
     ),
 ]
 """Products of what the day has, and families."""
+NIGHT += [
+    row(each.name, each.changes, each.case, each.batches)
+    for each in test_families.ROWS
+    if (layout := each.case.layout).get("dp", 1) * layout.get("cp", 1) > 1 and layout.get("etp", 1) == 1
+]
 
 
 @pytest.mark.parametrize("rows", by_layout(DAY, NIGHT))
