@@ -56,7 +56,9 @@ def _stage(config: Translation, value: Any, name: str) -> None:
         config.wrong.append(
             f"{name}=ppo: a loop in Python does this; see docs/training/rl.md and examples/grpo_loop.py"
         )
-    elif (function := _STAGES[value]) is not None:
+        return
+    config.put("data.kind", "sft", name if config.is_default(name) else f"{name}={value}")
+    if (function := _STAGES[value]) is not None:
         config.put("loss.function", function, f"{name}={value}")
         if value == "rm":
             config.put("model.num_labels", 1, f"{name}={value}")
@@ -221,7 +223,7 @@ def _packing(config: Translation, run: Settings) -> None:
 def _preference(config: Translation, run: Settings) -> None:
     if config.get("loss.function") not in ("dpo", "kto"):
         return
-    config.put("loss.options.beta", run["pref_beta"], run.origin("pref_beta"))
+    config.put("loss.options.beta", number(run["pref_beta"]), run.origin("pref_beta"))
     kind = str(run["pref_loss"])
     if config.get("loss.function") != "dpo":
         return

@@ -188,9 +188,9 @@ def _precision(config: Translation, run: Settings) -> None:
     kind = kinds[on[0]] if on else "fp16" if text.startswith(("fp16", "16")) else "bf16" if text else "fp32"
     config.put("train.precision", kind, run.described(*(on or [name])))
     recipe = next((formats for part, formats in _FP8.items() if part in text), None)
-    if run["mixed_precision.fp8"] is not None:
-        recipe = (str(run["mixed_precision.fp8"]), str(run["mixed_precision.fp8_recipe"] or "tensorwise"))
-        name = "mixed_precision.fp8"
+    for key, usual in (("model.fp8", "delayed"), ("mixed_precision.fp8", "tensorwise")):
+        if run[key] is not None:
+            name, recipe = key, (str(run[key]), str(run[f"{key}_recipe"] or usual))
     if "delayed_scaling" in text or (recipe is not None and recipe[1] == "delayed"):
         config.lost.append(f"{run.described(name)}: checkpoints here do not contain the scales of delayed scaling")
     elif "nvfp4" in text:
@@ -244,8 +244,9 @@ def _schedule(config: Translation, run: Settings) -> None:
 
 
 def _layout(config: Translation, run: Settings) -> None:
-    if config.get("layout.tp") in (None, 1):
-        config.drop("layout.sp")
+    for degree, key in (("layout.tp", "layout.sp"), ("layout.cp", "layout.cp_comm")):
+        if config.get(degree) in (None, 1):
+            config.drop(key)
     switches = [
         name for name in ("ddp.use_megatron_fsdp", "dist.use_megatron_fsdp", "dist.use_torch_fsdp2") if is_on(run, name)
     ]
@@ -282,33 +283,31 @@ def _paths(config: Translation, run: Settings) -> None:
     if folder is not None and origin is not None and folder != origin:
         config.lost.append(f"{run.described('checkpoint.load')}: a run resumes from its own folder, run.dir")
     config.put("metrics.tensorboard", run["logger.tensorboard_dir"] is not None, run.origin("logger.tensorboard_dir"))
-    count, size = (
-        number(run["train.eval_iters"] if run["train.eval_iters"] is not None else 100),
-        config.get("train.global_batch_size"),
-    )
+    name = "validation.eval_iters" if run["validation.eval_iters"] is not None else "train.eval_iters"
+    count, size = number(100 if run[name] is None else run[name]), config.get("train.global_batch_size")
     if count == 0:
         config.drop("valid")
     elif size:
-        config.put(
-            "valid.max_samples", int(count) * size, f"{run.origin('train.eval_iters')} x train.global_batch_size"
-        )
+        config.put("valid.max_samples", int(count) * size, f"{run.origin(name)} x train.global_batch_size")
 
 
 def _model(config: Translation, run: Settings, recipe: str, kind: str) -> None:
     """Sets the model: pretraining begins with random weights, finetuning with those of Hugging Face's folder."""
     start = run["checkpoint.pretrained_checkpoint"]
-    if start is not None:
+    hf = _TABLE["recipes"][recipe]["hf"] if recipe else None
+    known = _TABLE["models"].get(hf)
+    if start is not None and (known is not None or not recipe):
+        config.put("checkpoint.initialize_from", start, "checkpoint.pretrained_checkpoint")
+    elif start is not None:
         config.lost.append(
-            f"checkpoint.pretrained_checkpoint={start}: model.hf gives the weights; this folder is of Megatron-Bridge"
+            f"checkpoint.pretrained_checkpoint={start}: model.hf gives the weights; to start from this checkpoint, "
+            "replace model.hf with the model's keys, and set checkpoint.initialize_from"
         )
-    if not recipe:
-        return
-    hf = _TABLE["recipes"][recipe]["hf"]
-    if kind != "pretrain" or start is not None:
-        config.put("model.hf", hf, f"recipe; a folder: hf download {hf} --local-dir DIR")
-    elif (known := _TABLE["models"].get(hf)) is not None:
+    if known is not None and (kind == "pretrain" or start is not None):
         put_architecture(config, known, f"recipe, {hf}")
-    else:
+    elif recipe and kind != "pretrain":
+        config.put("model.hf", hf, f"recipe; a folder: hf download {hf} --local-dir DIR")
+    elif recipe:
         config.lost.append(
             f"recipe: the sizes of {hf} are not known here; `mtrain init` copies configurations of models"
         )
@@ -350,6 +349,8 @@ def _documents(config: Translation, run: Settings) -> None:
     for source, weight in zip(sources, weights or []):
         source["weight"] = float(weight)
     config.put("data.train", sources, f"{name}; prefixes of .bin and .idx")
+    if not config.get("data.split"):
+        config.drop("valid")
     if is_on(run, "dataset.reset_position_ids") and is_on(run, "dataset.reset_attention_mask"):
         config.put("data.isolate_documents", True, "dataset.reset_position_ids, dataset.reset_attention_mask")
 
@@ -372,6 +373,9 @@ def _records(config: Translation, run: Settings) -> None:
         if (share := run["dataset.val_proportion"]) is not None and number(share):
             config.put("data.split", [1 - number(share), number(share), 0.0], run.origin("dataset.val_proportion"))
     config.put("data.seed", run["dataset.seed"], run.origin("dataset.seed"))
-    packed = "dataset.packed_sequence_specs.packed_sequence_size"
-    if run[packed] is not None and above_0(number(run[packed])):
+    names = [f"dataset.{specs}_specs.packed_sequence_size" for specs in ("packed_sequence", "offline_packing")]
+    packed = names[1] if run[names[1]] is not None else names[0]
+    if is_on(run, "dataset.enable_offline_packing"):
+        config.put("data.packing", {"batch": "rows"}, "dataset.enable_offline_packing")
+    elif run[packed] is not None and above_0(number(run[packed])):
         config.put("data.packing", {"batch": "rows"}, run.origin(packed))

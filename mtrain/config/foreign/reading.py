@@ -106,7 +106,7 @@ def _of_word(config: Translation, word: str, whole: Collection[str] | None) -> d
     name, separator, value = word.lstrip("+").partition("=")
     if separator and sets_environment(word):
         config.without_effect.append(name)
-    elif is_variable(_REFERENCE.sub("", value)) or is_variable(word):
+    elif is_variable(_REFERENCE.sub("", word)) or is_variable(_REFERENCE.sub("", value)):
         config.wrong.append(f"{word}: this is a shell variable; write its value")
     elif separator:
         return {name: scalar(value)} if whole is None else dict(leaves({name: scalar(value)}, whole))

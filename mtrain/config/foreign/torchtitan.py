@@ -131,10 +131,10 @@ def _schedule(config: Translation, run: Settings) -> None:
     total, ratio = run[f"{_SCHEDULE}total_steps"], run[f"{_SCHEDULE}decay_ratio"]
     kind, kind_origin = str(run[f"{_SCHEDULE}decay_type"]), run.described(f"{_SCHEDULE}decay_type")
     end = steps if total is None else int(number(total))
-    if warmup > end:
+    if warmup >= end:
         config.drop("optimizer.warmup_steps")
-        config.put("optimizer.warmup_steps", end, f"{_SCHEDULE}warmup_steps, at most the steps of the run")
-        warmup = end
+        config.put("optimizer.warmup_steps", max(0, end - 1), f"{_SCHEDULE}warmup_steps, below the steps of the run")
+        warmup = max(0, end - 1)
     length = end - warmup if ratio is None else min(round(end * number(ratio)), end - warmup)
     if kind not in ("linear", "cosine"):
         config.lost.append(f"{kind_origin}: optimizer.schedule takes linear, cosine and wsd, which falls linearly")
@@ -172,7 +172,7 @@ def _layout(config: Translation, run: Settings) -> None:
         )
     layers, per_stage = config.get("model.num_layers"), run[f"{_PARALLEL}pipeline_parallel_layers_per_stage"]
     stages = _PER_STAGE.get(schedule, 1)
-    if per_stage is not None and layers is not None:
+    if per_stage is not None and number(per_stage) > 0 and layers is not None and pp > 1:
         stages = max(1, -(-layers // int(number(per_stage))) // pp)
     if pp > 1 and stages > 1:
         names = [f"{_PARALLEL}pipeline_parallel_{part}" for part in ("schedule", "layers_per_stage")]

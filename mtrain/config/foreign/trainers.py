@@ -8,7 +8,7 @@ from typing import Any
 from mtrain.base.version import SHARED
 from mtrain.config.derived import LAYOUT_DEPENDENT_KEYS
 from mtrain.config.foreign.translation import Put, Settings, Translation, above_0, choice, unless_0
-from mtrain.config.foreign.values import boolean, is_same, listed, number
+from mtrain.config.foreign.values import boolean, fitting, is_same, listed, number
 from mtrain.config.load import read_mapping
 from mtrain.config.schema.adapter import ALL_LINEAR, GROUPS, PARTS, SAVED_SYNONYMS, SYNONYMS
 from mtrain.config.tables import table
@@ -313,6 +313,7 @@ COMMON: Mapping[str, Callable[..., Any]] = {
     "number": number,
     "optimizer_of": optimizer_of,
     "packing_of": packing_of,
+    "path": lambda value: fitting("model.hf", value),
     "pattern_of": pattern_of,
     "recomputed": recomputed,
     "reward_model": reward_model,

@@ -187,7 +187,7 @@ def _is_of_accelerate(content: Mapping[str, Any]) -> bool:
 
 def _accelerated(config: Translation, given: Given) -> dict[str, Any]:
     """Returns settings that follow from accelerate's file, a profile of TRL or arguments of `accelerate launch`."""
-    launcher = {name: values[-1] for name, values in options(given.command, str)[0].items() if values}
+    launcher = {name: values[0] for name, values in options(given.command, str)[0].items() if values}
     if "accelerate" not in given.command:
         launcher = {}
     path = launcher.pop("config_file", None) or given.settings.get("accelerate_config")
@@ -302,7 +302,7 @@ def _policy(config: Translation, run: Settings) -> None:
             "loss_type=bnpo divides by the tokens of a microbatch; token-mean divides by those of the step"
         )
     if run["delta"] is not None and function == "ppo":
-        config.put("loss.options.dual_clip", run["delta"], "delta")
+        config.put("loss.options.dual_clip", number(run["delta"]), "delta")
     _side_terms(config, run)
 
 

@@ -124,7 +124,7 @@ PROGRAMS = {
     ),
     "torchtitan": Program(
         _of_torchtitan,
-        {"model.name": "llama3", "model.flavor": "8B"},
+        {"model.name": "llama3", "model.flavor": "8B", "checkpoint.enable": True},
         TORCHTITAN,
         lambda: FACTS["torchtitan"],
     ),

@@ -71,11 +71,11 @@ def values_for(default: Any) -> list[Any]:
     """Returns values to draw from, of any type that a file may have."""
     match default:
         case bool():
-            return [True, False, "true", "no"]
+            return [True, False, "true", "no", "maybe", [1]]
         case int() | float():
-            return [0, 1, 7, 0.25, "3", None]
+            return [0, 1, 7, 0.25, -1, "3", "fast", [1], None]
         case str():
-            return ["x", "no", False, 0, None, default]
+            return ["x", "no", False, 0, None, default, ["a", "b"], {"a": 1}]
     return [None, False, 0, 3, "x", ["q_proj"], {"a": 1}, ""]
 
 
