@@ -20,19 +20,31 @@ from mtrain.config.foreign.trainers import (
     put_whole_batch,
 )
 from mtrain.config.foreign.translation import Settings, Translation
-from mtrain.config.foreign.values import is_same, number
+from mtrain.config.foreign.values import is_same, number, scalar
 from mtrain.config.tables import table
 
 _ACCUMULATED = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
+_OF_ACCELERATOR = {"split_batches": False, "even_batches": True, "non_blocking": False, "use_seedable_sampler": True}
+"""Keys of accelerator_config -> their defaults; without any here, null."""
+
+
 def _mapping(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping | str):
+    """Returns a mapping, which may be JSON text."""
+    found = scalar(value) if isinstance(value, str) else value
+    if not isinstance(found, Mapping):
         raise ValueError(f"{value!r} is not a mapping")
-    return value if isinstance(value, Mapping) else json_or_yaml(Path(value))
+    return found
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {**COMMON, **CHECKS, "mapping": _mapping}
+def _accelerator(config: Translation, value: Any, name: str) -> None:
+    changed = {key: each for key, each in _mapping(value).items() if each != _OF_ACCELERATOR.get(key)}
+    if changed:
+        config.lost.append(f"{name}={changed}: train.global_batch_size is the whole batch, however ranks share it")
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {**COMMON, **CHECKS, "mapping": _mapping, "accelerator": _accelerator}
 TRAINER: Mapping[str, Any] = table("transformers")
 """Table of the Trainer's arguments."""
 
@@ -163,26 +175,41 @@ def accelerate_settings(config: Translation, content: Mapping[str, Any]) -> dict
     options = content.get("fsdp_config") or {name: value for name, value in content.items() if name.startswith("fsdp_")}
     if options or content.get("distributed_type") == "FSDP":
         settings |= {"fsdp": True, "fsdp_config": options}
-    sizes = {
-        name.removeprefix("parallelism_config_"): value
-        for name, value in {**content, **(content.get("parallelism_config") or {})}.items()
-        if name.startswith("parallelism_config_")
-    }
-    for name, key in (("tp_size", "layout.tp"), ("cp_size", "layout.cp"), ("sp_size", "layout.cp")):
+    sizes = {**content, **(content.get("parallelism_config") or {})}
+    for kind, key in (("tp", "layout.tp"), ("cp", "layout.cp"), ("sp", "layout.cp")):
+        name = f"parallelism_config_{kind}_size"
         if name in sizes and number(sizes[name]) > 1:
-            config.put(key, sizes[name], f"parallelism_config_{name}")
-    if config.get("layout.cp") and "sp_size" in sizes:
-        config.put("layout.cp_comm", "ulysses", "parallelism_config_sp_size")
+            config.put(key, sizes[name], name)
+            config.put("layout.cp_comm", "ulysses" if kind == "sp" else None, name)
     if number(content.get("num_processes") or -1) > 0:
         settings["num_processes"] = content["num_processes"]
     if content.get("megatron_lm_config"):
         config.lost.append("megatron_lm_config: the layout is layout.tp, layout.pp and layout.sp")
-    config.without_effect += [
-        name for name in content if name not in _READ_OF_ACCELERATE and not name.startswith("fsdp_")
-    ]
+    _report_accelerate(config, content, zero)
     return settings
 
 
+def _report_accelerate(config: Translation, content: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
+    """Reports keys of accelerate that are not read."""
+    config.lost += [
+        f"deepspeed_config: {name}={zero[name]}: the arguments of the Trainer are translated"
+        for name in ("gradient_accumulation_steps", "gradient_clipping")
+        if zero.get(name) not in (None, "auto")
+    ]
+    config.without_effect += [
+        name for name in content if name not in _READ_OF_ACCELERATE and not name.startswith("fsdp_")
+    ]
+    config.without_effect += [
+        f"{section}.{name}"
+        for section in ("deepspeed_config", "fsdp_config", "parallelism_config")
+        for name in content.get(section) or {}
+        if not name.endswith(_READ_IN_SECTIONS)
+    ]
+
+
+_READ_IN_SECTIONS = ("stage", "_device", "_file", "gradient_accumulation_steps", "gradient_clipping", "_size")
+_READ_IN_SECTIONS += ("sharding_strategy", "reshard_after_forward", "offload_params", "activation_checkpointing")
+"""Ends of the keys of accelerate's sections that are read."""
 _READ_OF_ACCELERATE = frozenset(
     ("mixed_precision", "num_processes", "deepspeed_config", "zero_stage", "fsdp_config", "parallelism_config")
 ) | {"megatron_lm_config"}
@@ -192,7 +219,7 @@ def put_parallelism(config: Translation, run: Settings) -> None:
     """Sets what ranks divide, and what of it is moved to the CPU."""
     put_sharding(config, run)
     zero, fsdp = run["deepspeed"], run["fsdp_config"]
-    content = zero if isinstance(zero, Mapping) else json_or_yaml(Path(zero)) if isinstance(zero, str) else {}
+    content = _of_deepspeed(zero)
     stage = content.get("zero_optimization") or {}
     moved = [name for name in ("offload_optimizer", "offload_param") if _device(stage.get(name)) != "none"]
     if moved == ["offload_optimizer"] and config.get("layout.shard") != "weights":
@@ -209,6 +236,13 @@ def put_parallelism(config: Translation, run: Settings) -> None:
     is_moved = is_same(options.get("fsdp_offload_params", options.get("offload_params", False)), True)
     if is_moved or "offload" in str(run["fsdp"]).split():
         config.lost.append("fsdp: offload: weights stay on the GPU; layout.tp and layout.pp divide them further")
+
+
+def _of_deepspeed(value: Any) -> Mapping[str, Any]:
+    """Returns DeepSpeed's configuration from itself, JSON text or a file; empty if the file is not here."""
+    if isinstance(value, str) and not value.lstrip().startswith("{"):
+        return json_or_yaml(Path(value))
+    return {} if value is None else _mapping(value)
 
 
 def _device(section: Any) -> str:

@@ -28,7 +28,7 @@ from mtrain.config.megatron_fields import EXPERTS, OURS, PROVEN, REFUSED, TYPED_
 from mtrain.config.tables import table
 
 _TABLE = table("megatron_bridge")
-_RECIPE = re.compile(r"\w+_(?:pretrain|sft|peft|finetune)(?:_config)?")
+_RECIPE = re.compile(r"\w+_(?:pretrain|sft|peft|finetune)(?:_\w*config)?")
 _FP8 = {
     "current_scaling": ("hybrid", "tensorwise"),
     "subchannel_scaling": ("hybrid", "blockwise"),

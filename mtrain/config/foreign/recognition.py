@@ -5,15 +5,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.schema.root import Config
 from mtrain.config.tables import table
 
 _TABLES: Mapping[str, tuple[str, ...]] = {
+    "trl": ("trl", "transformers"),  # first, as it has transformers' own Trainer
     "axolotl": ("axolotl",),
     "llamafactory": ("llamafactory", "transformers"),
     "megatron-bridge": ("megatron_bridge",),
     "ms-swift": ("ms_swift",),
     "torchtitan": ("torchtitan",),
-    "trl": ("trl", "transformers"),
     "verl": ("verl",),
 }
 """Verb of `mtrain from` -> tables of the program's keys."""
@@ -50,6 +51,8 @@ def refuse_other(path: Path, content: Mapping[Any, Any], program: str) -> str | 
     evidence = _evidence(content)
     best = max(evidence, key=lambda verb: evidence[verb])
     own = next(verb for verb, name in NAMES.items() if name == program)
+    if not evidence[own] and set(content) <= Config.model_fields.keys():
+        return f"{path}: this is a configuration of mtrain, not of {program}; run: mtrain check {path} --world-size N"
     if evidence[best] < max(_LEAST, _CLEARLY * evidence[own]):
         return None
     return f"{path}: this is a {NAMES[best]} file, not of {program}; translate it: mtrain from {best} {path}"

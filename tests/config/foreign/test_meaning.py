@@ -253,7 +253,16 @@ def test_accelerate_beside_the_arguments(tmp_path: Path) -> None:
         assert found.get("train.global_batch_size") == 8 * 8
     assert from_trl(f"sft --accelerate_config zero2 {base}".split()).get("layout.shard") == "optimizer"
     context = {**zero, "parallelism_config": {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 1}}
-    assert from_trl(["sft", str(write(tmp_path / "cp.yaml", context)), *base.split()]).get("layout.cp") == 2
+    layout = from_trl(["sft", str(write(tmp_path / "cp.yaml", context)), *base.split()]).content["layout"]
+    assert layout == {"cp": 2, "shard": "weights"}
+    ulysses = {**zero, "parallelism_config": {"parallelism_config_sp_size": 4}, "num_machines": 1}
+    found = from_trl(["sft", str(write(tmp_path / "sp.yaml", ulysses)), *base.split()])
+    assert found.content["layout"] == {"cp": 4, "cp_comm": "ulysses", "shard": "weights"}
+    assert "num_machines" in found.without_effect
+    clipped = {**zero, "deepspeed_config": {"zero_stage": 2, "gradient_clipping": 0.5, "zero3_init_flag": False}}
+    found = from_trl(["sft", str(write(tmp_path / "clip.yaml", clipped)), *base.split()])
+    assert any("gradient_clipping=0.5" in line for line in found.lost)
+    assert "deepspeed_config.zero3_init_flag" in found.without_effect
 
 
 @pytest.mark.parametrize(

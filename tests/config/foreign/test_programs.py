@@ -1,5 +1,6 @@
 """LLaMA-Factory, TRL, transformers, torchtitan and Megatron-Bridge, judged by their own argument classes."""
 
+import json
 import random
 import re
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import pytest
 from mtrain.config.foreign.translation import Translation
 from mtrain.config.foreign.values import is_same
 from mtrain.config.tables import table
-from tests.config.foreign.programs import PROGRAMS, head
+from tests.config.foreign.programs import PROGRAMS, TRAINERS, head
 from tests.config.foreign.test_same_run import read_by_none, without_ours
 
 _ALL = pytest.mark.parametrize("program", PROGRAMS)
@@ -65,6 +66,21 @@ def test_a_default_that_is_given_changes_nothing(program: str, tmp_path: Path) -
         if not is_same_run or says_more or given.wrong:
             wrong[name] = (default, set(given.lost) - set(absent.lost), given.wrong)
     assert wrong == {}
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_saved_arguments_are_the_default_ones(kind: str, tmp_path: Path) -> None:
+    """All arguments, as the class itself writes them, train what none of them trains."""
+    import trl
+
+    way = PROGRAMS[f"trl {kind}"]
+    saved = json.loads(getattr(trl, TRAINERS[kind])(output_dir="x", use_cpu=True).to_json_string())
+    del saved["use_cpu"]  # without which the class refuses bf16 on this machine
+    full, short = (way.translate({**way.base, "output_dir": "x", **given}, tmp_path) for given in (saved, {}))
+    assert without_ours(full.content) == without_ours(short.content)
+    more = {line.partition("=")[0] for line in {*full.lost} - {*short.lost}}
+    assert more <= {"steps_per_generation", "generation_batch_size"}  # of a loop, and computed by the class
+    assert unmentioned(saved, full) == []
 
 
 def values_for(default: Any) -> list[Any]:
