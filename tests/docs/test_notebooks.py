@@ -37,6 +37,17 @@ def stopping(inputs: TermInputs):
 own = [settings, {"run": {"dir": "own"}, "train": {"num_steps": 8}, "loss": {"function": stopping}}]
 mtrain.train(mtrain.load_config(own))
 """
+INTERRUPTED_RANKS = """
+import threading, time
+from pathlib import Path
+def interrupt():
+    while not Path("long/metrics.jsonl").exists():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+mtrain.launch(mtrain.load_config([settings, {"run": {"dir": "long"}, "train": {"num_steps": 100000}}]), ranks=2)
+"""
+OPEN_ENGINE = "engine = mtrain.Engine(config)"
 MISTAKES = {
     "mtrain.load_config([settings, {'train': {'num_step': 5}}])": "ConfigError: train.num_step: ",
     "mtrain.train('run.yaml')": "ConfigError: train needs a Config from load_config, but got a str",
@@ -44,6 +55,10 @@ MISTAKES = {
     "mtrain.launch(config, ranks=3)": "ConfigError: ",
     "mtrain.launch(mtrain.load_config(own), ranks=1)": "ConfigError: loss.function=__main__:stopping is defined in",
     "mtrain.train(mtrain.load_config([settings, away]))": "DataError: ",
+    "mtrain.train(mtrain.load_config([settings, {'layout': {'tp': 2}}]))": "ConfigError: ",
+    f"{OPEN_ENGINE}; mtrain.train(config)": "ConfigError: train opens torch.distributed, but this process has it open",
+    "engine.forward_backward([])": "DataError: the batch has no sample",
+    "mtrain.close_all(); mtrain.train(mtrain.load_config([settings, {'train': {'seed': 5}}]))": "RunFolderError: ",
 }
 
 
@@ -63,8 +78,8 @@ def test_a_cell_shows_one_bar_one_sentence_and_the_state_after_an_interrupt(tmp_
     environment = {**program_environment(), "FORCE_COLOR": "1"}  # as a kernel sets it
     launched = "mtrain.launch(mtrain.load_config([settings, {'run': {'dir': 'other'}}]), ranks=1)"
     cells = code(SETTINGS, "config", "mtrain.train(config)", INTERRUPTED, "mtrain.train(mtrain.load_config(own))")
-    found = executed([*cells, *code(launched, *MISTAKES)], tmp_path, environment)
-    _, table, (bar, result), interrupted, continued, streamed, *mistakes = found
+    found = executed([*cells, *code(launched, INTERRUPTED_RANKS, *MISTAKES)], tmp_path, environment)
+    _, table, (bar, result), interrupted, continued, streamed, stopped, *mistakes = found
 
     assert re.search(r"^train\.num_steps +30$", text_of(table), re.MULTILINE)
     assert "model.norm" not in text_of(table), "no defaults"
@@ -87,6 +102,12 @@ def test_a_cell_shows_one_bar_one_sentence_and_the_state_after_an_interrupt(tmp_
     assert "\x1b" not in lines
     assert re.findall(r"^step (\d+)/30  loss", lines, re.MULTILINE) == [str(step) for step in range(1, 31)]
     assert "run other; state finished" in lines
+
+    said = text_of(stopped)
+    (step,) = re.findall(r"^stopped at step (\d+) of 100000; the same command resumes$", said, re.MULTILINE)
+    assert "stopped; everything is saved, and the same call continues the run" in said
+    assert f"run long; state stopped for requeue: stopped by a signal after step {step}; step {step} of 100000" in said
+    assert (tmp_path / "long" / "checkpoints" / f"step_{int(step):08d}" / "mtrain.json").exists()
 
     for outputs, message in zip(mistakes, MISTAKES.values(), strict=True):
         (error,) = outputs

@@ -7,7 +7,7 @@ from pathlib import Path
 from mtrain.base.notebook import html_table
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.report.metrics.shown import as_line, step_numbers
-from mtrain.report.monitor.status import RunState, RunStatus, read_status
+from mtrain.report.monitor.status import RunState, RunStatus, is_run_folder, read_status
 from mtrain.runs.folder import RunFolder
 
 
@@ -28,7 +28,7 @@ class TrainingRun(os.PathLike[str]):
     @property
     def is_complete(self) -> bool:
         """Whether the run has made all its steps."""
-        return self.status.standing.state is RunState.FINISHED
+        return is_run_folder(self.folder) and self.status.standing.state is RunState.FINISHED
 
     @property
     def checkpoint(self) -> Path | None:
@@ -43,6 +43,8 @@ class TrainingRun(os.PathLike[str]):
         return html_table(self._lines().items())
 
     def _lines(self) -> dict[str, str]:
+        if not is_run_folder(self.folder):  # stopped before it began
+            return {"run": str(self.folder), "state": str(RunState.UNKNOWN)}
         status = self.status
         lines = {"run": str(self.folder), "state": str(status.standing)}
         lines["step"] = f"{status.step} of {'?' if status.num_steps is None else status.num_steps}"
