@@ -6,6 +6,8 @@ and exits with `exit_code`.
 
 from typing import Any
 
+from mtrain.base.pages import with_addresses
+
 
 class MtrainError(Exception):
     """A fault that the user can act on."""
@@ -15,6 +17,9 @@ class MtrainError(Exception):
     """Whether rank 0 also raises this error and is the only rank to show it; may be set on an instance."""
     is_shown_elsewhere = False
     """Whether another rank shows this instance, so this rank stays silent."""
+
+    def __str__(self) -> str:
+        return with_addresses(super().__str__())
 
     def _render_traceback_(self) -> list[str]:
         """Returns the lines that IPython shows instead of a traceback."""

@@ -8,6 +8,7 @@ import typer
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.ground import require_ground
+from mtrain.base.pages import with_addresses
 from mtrain.cli.arguments import ConfigArguments, loaded_config, split_arguments
 from mtrain.cli.messages import one_message
 
@@ -127,7 +128,7 @@ def print_findings(findings: "Findings") -> None:
     if findings.facts:
         typer.echo()
     for name, value in findings.facts:
-        typer.echo(f"{name:<18}{value}")
+        typer.echo(f"{name:<18}{with_addresses(value)}")
     sys.stdout.flush()
     for fault in findings.faults:
-        typer.echo(f"error: {fault}", err=True)
+        typer.echo(f"error: {with_addresses(str(fault))}", err=True)
