@@ -4,9 +4,20 @@ A message says what was given, what is needed and what to change. The command li
 and exits with `exit_code`.
 """
 
+import os
+import re
 from typing import Any
 
-from mtrain.base.pages import with_addresses
+SITE = "MTRAIN_DOCS"
+"""Environment variable with the address of the documentation's site, for installations without its files."""
+
+_PAGE = re.compile(r"\bdocs/([\w./-]+)\.md\b")
+
+
+def with_addresses(text: str) -> str:
+    """Replaces files of the documentation, such as docs/index.md, by their addresses; unchanged without `SITE`."""
+    address = os.environ.get(SITE, "").rstrip("/")
+    return _PAGE.sub(lambda page: f"{address}/{page[1]}.html", text) if address else text
 
 
 class MtrainError(Exception):

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtrain.base.errors import ConfigError
+from mtrain.base.errors import ConfigError, with_addresses
 from mtrain.base.ground import require_ground
-from mtrain.base.pages import with_addresses
 from mtrain.cli.arguments import ConfigArguments, loaded_config, split_arguments
 from mtrain.cli.messages import one_message
 

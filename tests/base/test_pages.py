@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from mtrain.base.errors import ConfigError, MtrainError
-from mtrain.base.pages import SITE, with_addresses
+from mtrain.base.errors import SITE, ConfigError, MtrainError, with_addresses
 from tests.cli.command_line import call
 from tests.paths import CONFIGS, ROOT
 
