@@ -35,12 +35,14 @@ EXPERTS = {
     "mixtral_8x7b": (46_702_792_704, 12_879_925_248),
     "qwen2_57b_a14b": (57_408_658_944, 14_249_270_784),
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704),
+    "qwen3_coder_30b_a3b": (30_532_122_624, 3_353_032_704),
     "qwen3_next_80b_a3b": (79_674_391_296, 3_874_929_408),
     "qwen3.5_35b_a3b": (34_660_610_688, 3_454_988_928),
     "gemma4_26b_a4b": (25_233_141_760, 3_822_526_960),
     "nemotron3_nano_30b_a3b": (31_577_937_344, 3_580_073_408),
     "minimax_m2": (228_689_748_992, 11_030_537_216),
     "gpt_oss_20b": (20_914_757_184, 3_608_307_264 + 201_088 * 2880),
+    "gpt_oss_120b": (116_829_156_672, 5_132_849_472 + 201_088 * 2880),
     "deepseek_v3": (671_026_419_200 - 58 * 256, 37_552_282_624),
     "glm4.5_air": (106_852_245_504, 13_424_123_904),
     "glm4.7_flash": (29_943_390_976, 3_896_763_136),
@@ -72,6 +74,7 @@ STAGES = {
     "qwen2_57b_a14b": 7,
     "qwen3_next_80b_a3b": 3,
     "qwen3.5_35b_a3b": 6,
+    "gpt_oss_120b": 4,
 }
 """Models that need more than eight GPUs -> layers of the first and of the last stage; None for those of the file."""
 EXPERT_LAYOUTS = dict.fromkeys(EXPERTS, ("ep8", 8)) | dict.fromkeys(STAGES, ("pp16ep32", 512))

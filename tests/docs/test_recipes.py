@@ -12,6 +12,7 @@ from tests.paths import CONFIGS, ROOT
 
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 RECIPES = [page for page in PAGES if page.name != "index.md"]
+INDEX = (ROOT / "docs" / "recipes" / "index.md").read_text()
 STARTS = sorted((CONFIGS / "start").glob("*.yaml"))
 
 
@@ -24,9 +25,26 @@ def test_a_start_fits_the_gpus_that_it_names(path: Path, monkeypatch: pytest.Mon
     assert text.startswith(f"# GPUs: {int(command[2]) * int(command[3])} x H100 80 GB\n")
     assert str(path.relative_to(ROOT)) in command[1].split()
     variants = re.findall(r"^#   \.\.\. ((?:\S+=\S+ )+)", text, re.MULTILINE)
+    # the time follows from the number of steps, which epochs of files do not give here
+    counted = ["train.num_epochs=null", "train.num_steps=1000"] if "num_epochs" in text else []
+    memory, hours = [], []
     for overrides in (variant.split() for variant in variants or [""]):
-        code, said = call("check", *command[1].split(), *overrides, "--without-files")
+        words = [*command[1].split(), *overrides, *counted, "--gpu", "h100", "--without-files"]
+        code, said = call("check", *words)
         assert (code, "GPU memory" in said) == (0, True), said
+        memory += map(float, re.findall(r"heaviest rank needs ([\d.]+) of", said))
+        (tokens,) = re.findall(r"^tokens per step +(?:at most )?([\d,]+)$", said, re.MULTILINE)
+        (seconds,) = re.findall(r" steps of ([\d.]+) s", said)
+        hours.append(float(seconds) / 3600 * 1e9 / int(tokens.replace(",", "")))
+    (row,) = re.findall(rf"^\| `configs/model/\S+ configs/start/{path.name}` .*$", INDEX, re.MULTILINE)
+    *_, tokens, memory_shown, hours_shown, _ = (cell.strip() for cell in row.split("|"))
+    assert memory_shown == f"{_span(memory, '.0f')} GiB"
+    assert hours_shown == _span(hours, ".2g")
+
+
+def _span(values: list[float], digits: str) -> str:
+    """Writes the smallest and the largest value, or one of them if they look the same."""
+    return " to ".join(dict.fromkeys(format(value, digits) for value in (min(values), max(values))))
 
 
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
@@ -59,5 +77,4 @@ def test_every_key_of_ours_exists(page: Path) -> None:
 
 
 def test_every_start_is_on_the_page() -> None:
-    text = (ROOT / "docs" / "recipes" / "index.md").read_text()
-    assert [path.name for path in STARTS if f"configs/start/{path.name}" not in text] == []
+    assert [path.name for path in STARTS if f"configs/start/{path.name}" not in INDEX] == []
