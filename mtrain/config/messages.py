@@ -74,7 +74,7 @@ def readable(detail: ErrorDetails) -> Iterator[str]:
             yield f"{key}: {error}; change it"
         case "union_tag_invalid":
             kinds, kind = detail["ctx"]["expected_tags"], detail["ctx"]["tag"]
-            yield f"{key}.kind: one of {kinds} is needed, but {kind!r} was given; change it"
+            yield f"{key}.kind: one of {kinds} is needed, but {kind!r} was given; {_instead_of(kind)}"
         case "model_type" | "model_attributes_type" | "union_tag_not_found":
             yield f"{key}: a section with keys is needed, but {_shown(detail['input'])} was given; change it"
         case "tuple_type" | "dict_type":
@@ -84,7 +84,14 @@ def readable(detail: ErrorDetails) -> Iterator[str]:
             return  # all its elements are wrong, and each has its own error
         case _:
             message = detail["msg"][:1].lower() + detail["msg"][1:]
-            yield f"{key}: {message}, but {_shown(detail['input'])} was given; change it"
+            yield f"{key}: {message}, but {_shown(detail['input'])} was given; {_instead_of(detail['input'])}"
+
+
+def _instead_of(value: object) -> str:
+    """Says what to do about a value that a key does not have."""
+    from mtrain.config.foreign.keys import MISSING  # here, because these tables take time to read
+
+    return MISSING.get(plain(value), "change it") if isinstance(value, str) else "change it"
 
 
 def without_kinds(location: Location) -> Location:
@@ -143,7 +150,12 @@ def _kinds_with(parent: Location, name: str) -> list[str]:
 def _hint(parent: Location, keys: list[str], name: str) -> str:
     """Suggests the intended key, or lists the section's keys: by the same name in the section and then elsewhere, by
     other programs' names, by typos in the section; never a key with another meaning."""
-    from mtrain.config.foreign.keys import FOLLOWING, OURS, SYNONYMS  # here, because these tables take time to read
+    from mtrain.config.foreign.keys import (
+        FOLLOWING,
+        MISSING,
+        OURS,
+        SYNONYMS,
+    )  # here, because these tables take time to read
 
     known = plain(name)
     if here := next((key for key in keys if plain(key) == known), None):
@@ -157,6 +169,8 @@ def _hint(parent: Location, keys: list[str], name: str) -> str:
         return f"it follows from {FOLLOWING[known]}; remove it"
     if known in OURS:
         return f"it is {OURS[known]} here"
+    if known in MISSING:
+        return MISSING[known]
     if near := meant(name, keys):
         return _did_you_mean([dotted((*parent, near))])
     return f"{dotted(parent) or 'a configuration'} has {', '.join(keys)}"

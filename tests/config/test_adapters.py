@@ -119,6 +119,22 @@ def test_what_adapters_cannot_be_combined_with_is_refused(
     assert notice.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "adapter.kind=qlora",
+        "adapter.base_dtype=nf4",
+        "model.load_in_4bit=true",
+        "load_in_8bit=true",
+        "adapter.quantization_config={bnb_4bit_quant_type: nf4}",
+    ],
+)
+def test_a_base_in_4_bits_is_refused_with_the_nearest_way(given: str) -> None:
+    sections = [f"{section}={json.dumps(value)}" for section, value in content(adapter={"rank": 4}).items()]
+    with refuses(ConfigError, given.partition("=")[0], "MXFP4", "layout.tp", "layout.shard=weights"):
+        load_config([], [*sections, given])
+
+
 def test_targets_have_the_names_of_other_programs() -> None:
     def parts(*targets: str, **changes: Any) -> frozenset[str]:
         section = config(adapter={"targets": list(targets)}, **changes).adapter

@@ -19,3 +19,5 @@ SYNONYMS = {key: frozenset(names.split()) for key, names in _HINTS["synonyms"].i
 """Our key -> its synonyms, in sections that have the key."""
 FOLLOWING = by_name(_HINTS["following"])
 """Name in another program without an equivalent -> our keys that its value follows from."""
+MISSING = by_name(_HINTS["missing"])
+"""Name of something that nothing here does -> what to do instead."""
