@@ -23,7 +23,7 @@ from tests.warm import completed
 
 HOLDS_SIGNALS = (("train",), ("launch", "local"))
 """Verbs that a single Ctrl-C asks to stop (docs/machines/stopping.md)."""
-OF_RANKS = ("train", "generate", "serve")
+OF_RANKS = ("train", "generate", "serve", "eval")
 NEEDS_NOTHING = ("verify", "machine")
 """A verb that would run here: it checks this machine. tests/verify/machine shows what it says inside a job."""
 INTERRUPTED = """

@@ -27,7 +27,8 @@ def test_a_start_fits_the_gpus_that_it_names(path: Path, monkeypatch: pytest.Mon
     variants = re.findall(r"^#   \.\.\. ((?:\S+=\S+ )+)", text, re.MULTILINE)
     # the time follows from the number of steps, which epochs of files do not give here
     counted = ["train.num_epochs=null", "train.num_steps=1000"] if "num_epochs" in text else []
-    memory, hours = [], []
+    memory: list[float] = []
+    hours: list[float] = []
     for overrides in (variant.split() for variant in variants or [""]):
         words = [*command[1].split(), *overrides, *counted, "--gpu", "h100", "--without-files"]
         code, said = call("check", *words)

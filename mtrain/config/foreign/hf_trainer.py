@@ -207,8 +207,10 @@ def _report_accelerate(config: Translation, content: Mapping[str, Any], zero: Ma
     ]
 
 
-_READ_IN_SECTIONS = ("stage", "_device", "_file", "gradient_accumulation_steps", "gradient_clipping", "_size")
-_READ_IN_SECTIONS += ("sharding_strategy", "reshard_after_forward", "offload_params", "activation_checkpointing")
+_READ_IN_SECTIONS = (
+    *("stage", "_device", "_file", "gradient_accumulation_steps", "gradient_clipping", "_size"),
+    *("sharding_strategy", "reshard_after_forward", "offload_params", "activation_checkpointing"),
+)
 """Ends of the keys of accelerate's sections that are read."""
 _READ_OF_ACCELERATE = frozenset(
     ("mixed_precision", "num_processes", "deepspeed_config", "zero_stage", "fsdp_config", "parallelism_config")

@@ -255,7 +255,8 @@ def _adapter(config: Translation, run: Settings) -> None:
         )
     elif is_adapted:
         alpha = number(run["lora_alpha"])
-        config.put("adapter.alpha", alpha if alpha else 2 * number(run["lora_rank"]), run.origin("lora_alpha"))
+        # LLaMA-Factory takes 0 for its default
+        config.put("adapter.alpha", 2 * number(run["lora_rank"]) if alpha == 0 else alpha, run.origin("lora_alpha"))
     if config.get("layout.tp") in (None, 1):
         config.drop("layout.sp")
     drop_adapter_of_full_runs(config, is_adapted=is_adapted)

@@ -66,7 +66,11 @@ def _datasets(config: Translation, value: Any, name: str) -> None:
 
 def _mixture(config: Translation, value: Mapping[str, Any], name: str) -> None:
     """Sets the sources of alignment-handbook's dataset_mixture."""
-    sources = [{"path": entry["id"], "weight": float(entry.get("weight") or 1)} for entry in value["datasets"]]
+    weights = [entry.get("weight") for entry in value["datasets"]]
+    sources = [
+        {"path": entry["id"], "weight": 1.0 if weight is None else float(weight)}
+        for entry, weight in zip(value["datasets"], weights, strict=True)
+    ]
     config.put("data.kind", "sft", name)
     config.put("data.train", sources, f"{name}: id, weight; paths on this machine")
     said = [

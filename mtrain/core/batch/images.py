@@ -5,11 +5,16 @@ the embedding of one token, the placeholder. Numbers of features count over all 
 all its samples), in the order of `grids`.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor  # samples are read without torch
 
 
 @dataclass(frozen=True)

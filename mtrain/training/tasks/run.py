@@ -54,11 +54,10 @@ def evaluate_model(path: Path, section: EvalSection, max_length: int | None = No
     if source.config.data.tokenizer is None:
         raise ConfigError("data.tokenizer is not set; name the tokenizer that the run was trained with")
     tokenizer = tokenizer_of(source.config)
-    length = (
-        max_length
-        or _context_length(source.origin)
-        or (_DEFAULT_LENGTH if source.entry is None else source.config.data.seq_length)
-    )
+    length = max_length
+    if length is None:
+        otherwise = _DEFAULT_LENGTH if source.entry is None else source.config.data.seq_length
+        length = _context_length(source.origin, otherwise)
     timeout_s = source.config.train.process_group_timeout_s
     arguments = {**section.model_dump(mode="json"), "max_length": length}
     purpose = purpose_of("eval", source.config, path, {name: str(value) for name, value in arguments.items()})
@@ -87,13 +86,13 @@ def _opened(section: EvalSection) -> Harness | None:
     return on_all_ranks(lambda: with_the_slowest(lambda: Harness(section) if dist.get_rank() == 0 else None))
 
 
-def _context_length(origin: Path | None) -> int | None:
-    """Returns the number of tokens that a model's config.json says it reads; None if it does not say."""
+def _context_length(origin: Path | None, otherwise: int) -> int:
+    """Returns the number of tokens that a model's config.json says it reads, or another if it does not say."""
     if origin is None:
-        return None
+        return otherwise
     content = read_json(origin / "config.json")
     config = content.get("text_config") or content
-    return next((int(config[key]) for key in _LENGTH_KEYS if config.get(key) is not None), None)
+    return next((int(config[key]) for key in _LENGTH_KEYS if config.get(key) is not None), otherwise)
 
 
 def _text_model(
@@ -133,7 +132,7 @@ class RunTasks:
             self.metric = self.metric._replace(is_better_if_higher=is_higher)
         self._tokenizer = tokenizer_of(config)
         self._origin = source_of_run(config).origin
-        self._max_length = _context_length(self._origin) or config.data.seq_length
+        self._max_length = _context_length(self._origin, config.data.seq_length)
 
     def take(self, run: Run, step: int) -> TaskRecord:
         """Evaluates the tasks with the current weights. Collective over the world."""

@@ -92,8 +92,12 @@ def test_files_with_images_train_as_in_transformers(folder: Path, pool: Pool, tm
         "optimizer": {"lr": 1e-2, "schedule": "constant"},
         "layout": {"cp": layout.cp},
         "data": {
-            "kind": "sft", "seq_length": 80, "tokenizer": str(folder), "packing": {"batch": "sequences"},
-            "train": [{"path": str(tmp_path / "a.jsonl")}], "cache_dir": str(tmp_path / "cache"),
+            "kind": "sft",
+            "seq_length": 80,
+            "tokenizer": str(folder),
+            "packing": {"batch": "sequences"},
+            "train": [{"path": str(tmp_path / "a.jsonl")}],
+            "cache_dir": str(tmp_path / "cache"),
         },
     }
     (first, second), *others = pool.run(losses, layout, Config.model_validate(with_architecture(content)))
