@@ -217,7 +217,7 @@ def test_a_client_goes_on_after_each_refusal(pool: Pool, tmp_path: Path, notice:
         assert seen(clients[0].forward(batch(2)[:1], "cross_entropy"))[0] == pytest.approx(found[1][0], abs=1e-6)
 
 
-@pytest.mark.parametrize("num_draws", [80, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_draws", [40, pytest.param(200, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("one", [LAYOUTS[0]], ids=["one"])
 def test_no_option_of_adamw_leaves_nan_in_a_weight(pool: Pool, tmp_path: Path, one: Any, num_draws: int) -> None:
     """Draws options over all of float64: a step is refused, with nothing changed, or its weights are finite."""
@@ -258,7 +258,7 @@ def test_no_option_of_adamw_leaves_nan_in_a_weight(pool: Pool, tmp_path: Path, o
     exit_code=None,
 )
 @pytest.mark.waits
-@pytest.mark.parametrize("num_requests", [100, pytest.param(350, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_requests", [60, pytest.param(350, marks=pytest.mark.nightly)])
 def test_no_value_of_any_field_stops_the_service(pool: Pool, tmp_path: Path, notice: Notice, num_requests: int) -> None:
     one = LAYOUTS[0]
     with running(pool, one, one.config(), tmp_path / "base") as address, notice:
