@@ -74,7 +74,7 @@ def write_package(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "changes", "layouts", "exit_code"),
     [
-        ("focal_loss", {"loss__options": {"gamma": 1.5}, "loss__chunk_tokens": 20}, "tp2,cp2", 0),
+        ("focal_loss", {"loss__options": {"gamma": 1.5}, "loss__chunk_tokens": 20}, "tp2", 0),
         pytest.param(
             "preference", {"loss__aggregation": "seq-mean-token-sum"}, "tp2,cp2", 0, marks=pytest.mark.nightly
         ),

@@ -81,13 +81,15 @@ def lean(one: Case, num_layers: int = 2) -> Case:
 def affordable(one: Case) -> Case:
     """Returns the same layout without layers or microbatches that would only repeat something.
 
-    It has two layers where no pipeline divides them, and few microbatches where each of them costs collectives."""
-    degrees = {axis: one.layout.get(axis, 1) for axis in ("tp", "pp", "cp", "dp")}
+    It has two layers or one for each chunk of a pipeline; uneven stages keep theirs. It has few microbatches where each
+    of them costs collectives."""
+    degrees = {axis: one.layout.get(axis, 1) for axis in ("tp", "pp", "vpp", "cp", "dp")}
     has_collectives = degrees["tp"] * degrees["cp"] > 1
     count = 2 if degrees["pp"] == 1 else 4
+    is_uneven = any(key.endswith("_layers") for key in one.layout)
     return replace(
         one,
-        num_layers=one.num_layers if degrees["pp"] > 1 else 2,
+        num_layers=one.num_layers if is_uneven else max(2, degrees["pp"] * degrees["vpp"]),
         micro_batch_size=max(one.micro_batch_size, BATCH // (count * degrees["dp"]) if has_collectives else 1),
     )
 

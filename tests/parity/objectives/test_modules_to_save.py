@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mtrain.config import Config
 from mtrain.hf.schema.families.dense import LLAMA, QWEN3
 from mtrain.hf.schema.family import Family
-from tests.parity.batches import GlobalBatch, three_steps
+from tests.parity.batches import GlobalBatch, two_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, relative, worst
 from tests.parity.objectives.heads import by_global_name, learned
@@ -115,7 +115,7 @@ def exact(saved: str) -> Exact:
         for is_matrix, decay in ((True, DECAY), (False, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPSILON)
-    for batch in three_steps():
+    for batch in two_steps():
         optimizer.zero_grad()
         loss = _loss(adapted, batch)
         loss.backward()
@@ -151,7 +151,7 @@ tests/core/adapters/test_peft.py."""
 def test_what_learns_whole_with_adapters_is_as_in_peft(pool: Pool, saved: str, one: Case) -> None:
     """Compares loss, gradient norm, every gradient and every updated weight; nothing else has changed."""
     config, wanted = config_of(one, saved), exact(saved)
-    run = Run(config, wanted.parameters, three_steps())
+    run = Run(config, wanted.parameters, two_steps())
     outcome = pool.run(train_each, one.resolved(config), [run])[0][0]
     for number, step in enumerate(outcome.steps):
         assert relative(step.loss, wanted.losses[number]) < TOLERANCE

@@ -42,7 +42,7 @@ def assert_passes(report: ParityReport, *whole: str) -> None:
 @pytest.mark.parametrize(
     "layouts",
     [
-        "tp2spcp2mbs4,pp2vpp2mbs2",
+        "tp2spcp2mbs8,pp2vpp2mbs4",
         pytest.param("tp2mbs8,tp2spmbs8,cp2mbs8,dp2mbs4,tp2sppp2cp2mbs2", marks=pytest.mark.nightly),  # each alone
     ],
 )

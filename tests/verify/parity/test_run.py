@@ -41,7 +41,7 @@ from tests.warm import completed
 @pytest.mark.parametrize(
     ("layouts", "ranks", "num_steps"),
     [
-        ("tp2spcp2ulyssesmbs4,pp2vpp2mbs2", [1, 4, 2], 2),
+        ("tp2spcp2ulyssesmbs8,pp2vpp2mbs4", [1, 4, 2], 2),
         pytest.param(  # every axis alone, and all together
             "mbs1,dp4mbs1,tp2spmbs2,pp2vpp2mbs1,cp2ulyssesmbs4,tp2sppp2cp2mbs1",
             [1, 1, 4, 2, 2, 2, 8],
@@ -75,7 +75,7 @@ def test_sound_layouts_pass_and_everything_is_compared(
 
 @pytest.mark.parametrize(
     "layouts",
-    ["tp2spdp2ep2etp2mbs2", pytest.param("dp4ep4mbs1,pp2cp2dp2ep4", marks=pytest.mark.nightly)],  # without etp
+    ["tp2spdp2ep2etp2mbs4", pytest.param("dp4ep4mbs1,pp2cp2dp2ep4", marks=pytest.mark.nightly)],  # without etp
 )
 def test_layouts_of_experts_pass_with_their_routers_and_biases(pool: Pool, layouts: str) -> None:
     user = expert_config()
