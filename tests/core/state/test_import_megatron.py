@@ -130,14 +130,16 @@ def test_common_files_are_never_read_and_bridges_configuration_is_compared(
         loss(pool, folder, 1)
 
 
-def test_what_megatron_0_19_has_written_is_read_to_the_last_bit(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, dp=2, shard="weights")], ids=str)
+def test_what_megatron_0_19_has_written_is_read_to_the_last_bit(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     """Version 0.19 keeps its arguments as an object among the tensors, where 0.16 has a separate file."""
     with tarfile.open(megatron_0_19.ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     sizes = {f"model__{name}": value for name, value in megatron_0_19.MODEL.items()}
     vocabulary = {"model__vocab_size": 30, "model__tied_embeddings": True}
-    user = sample(**sizes, **vocabulary, layout__pp=2, checkpoint__initialize_from=str(tmp_path))
-    whole = pool.run(foreign_weights, Layout(pp=2), user, tmp_path)[0]
+    spread = {"layout__pp": layout.pp, "layout__shard": layout.shard}
+    user = sample(**sizes, **vocabulary, **spread, checkpoint__initialize_from=str(tmp_path))
+    whole = pool.run(foreign_weights, layout, user, tmp_path)[0]
     assert whole is not None
     assert len(whole) == 2 + 2 * 6
     for name, found in whole.items():
