@@ -61,7 +61,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
             "nemotron-h": Layout(tp=2, sp=True),
         }.items()
     },
-    "base in bf16": ("llama", LORA | {"targets": [*ALL, "embedding"], "base_dtype": "bf16"}, Layout()),
+    "base in bf16": (
+        "llama",
+        LORA | {"targets": [*ALL, "embedding"], "base_dtype": "bf16"},
+        Layout(dp=2, shard="weights"),
+    ),
     "experts": ("mixtral", LORA | {"targets": ["q_proj", "proj", "experts"]}, Layout(tp=2, sp=True)),
     "latent attention, dense and shared": ("deepseek", LORA | {"targets": ALL}, Layout()),
     "delta nets": ("qwen3.5", LORA | {"targets": [*ALL, "in_proj", "out_proj"]}, Layout(tp=2, sp=True)),
