@@ -124,6 +124,23 @@ ROWS = (
         _TINY_PRETRAIN,
         ranks=2,
     ),
+    *(
+        Row(
+            f"training, dp{ranks} a rank, weights sharded",
+            other,
+            must,
+            bold,
+            (*_PRETRAIN, "--layout", f"dp{ranks}-weights", "--rows", str(2 * ranks)),
+            rf"{name}: {NUMBER} \(",
+            _TINY_PRETRAIN,
+            ranks=ranks,
+        )
+        for ranks in (2, 4)
+        for name, other, must, bold in (
+            ("loop", "DistributedDataParallel", 0.85, 1.0),  # which sends two thirds as much
+            ("fsdp", "FSDP2 of a transformers loop", 1.0, 1.15),
+        )
+    ),
     Row(
         "finetuning, packed: trained tokens per cpu-s",
         "transformers, padded to the longest of 8",

@@ -3,12 +3,14 @@
 - "mtrain": `mtrain.Engine`, forward_backward and optim_step, rows made from token ids included.
 - "loop": a usual training loop: LlamaForCausalLM (or Mixtral, Qwen3.5, Nemotron-H) with SDPA, clipping, fused AdamW.
 - "trainer": transformers.Trainer with the same model and optimizer; needs accelerate.
+- "fsdp": with a layout of sharded weights, the loop with each layer sharded by torch's fully_shard.
 
 All start from the same weights, see the same tokens with the same hyper-parameters and are compared step by step: a
 loss that differs by more than 1e-5 ends the run. Rounds of all contenders alternate in one process; figures are user +
-system seconds a step, as ratios of medians and of the least. Two ranks (`torchrun --nproc-per-node 2
-tools/bench/peers/pretrain.py --layout tp2`, tp2sp or dp2): seconds of the slower rank, against DistributedDataParallel.
-A rank has the same work in one pass of either: under tensor parallelism twice the rows, half of each layer.
+system seconds a step, as ratios of medians and of the least. Several ranks (`torchrun --nproc-per-node 2
+tools/bench/peers/pretrain.py --layout tp2`): seconds of the slowest rank, against DistributedDataParallel. A rank has
+the same work in one pass of either: under tensor parallelism twice the rows, half of each layer. `--memory NAME` runs
+one contender alone, for the most memory that its process takes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from sys import path as import_path
 from typing import Annotated, Any, NamedTuple
@@ -27,6 +30,7 @@ import torch
 import torch.distributed as dist
 import typer
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[3]))
@@ -36,7 +40,8 @@ from mtrain import Datum, Engine, load_config
 BETAS, EPSILON, WEIGHT_DECAY, LR, CLIP = (0.9, 0.95), 1e-8, 0.1, 1e-4, 1.0
 MOST_DIFFERENCE = 1e-5
 """Largest relative difference of losses."""
-LAYOUTS = {"single": "{}", "tp2": "{tp: 2}", "tp2sp": "{tp: 2, sp: true}", "dp2": "{}"}
+LAYOUTS = {"single": "{}", "tp2": "{tp: 2}", "tp2sp": "{tp: 2, sp: true}", "dp2": "{}", "dp4": "{}"}
+LAYOUTS |= dict.fromkeys(("dp2-weights", "dp4-weights"), "{shard: weights}")
 
 
 class Round(NamedTuple):
@@ -155,13 +160,17 @@ def engine_contender(folder: str, shape: Shape, layout: str, overrides: Sequence
     return engine, run
 
 
-def loop_contender(folder: str, shape: Shape) -> Contender:
-    """Builds a loop over microbatches, each weighted by its share of the step."""
+def loop_contender(folder: str, shape: Shape, *, shards: bool = False) -> Contender:
+    """Builds a loop over microbatches, each weighted by its share of the step; `shards` divides layers by FSDP."""
+    from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    trained = torch.nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    if shards:
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (ranks,)))
+    trained = torch.nn.parallel.DistributedDataParallel(model) if ranks > 1 and not shards else model
     optimizer, size = adamw(model), shape.micro
     passes = shape.rows // size // ranks
 
@@ -305,15 +314,16 @@ def measured(contenders: dict[str, Contender], shape: Shape, steps: int, rounds:
 def profiled(contenders: dict[str, Contender], shape: Shape, steps: int, lines: int = 45) -> None:
     """Prints milliseconds of self time by operation and step, ours next to the loop's."""
     found: dict[str, dict[str, tuple[float, int]]] = {}
-    for name in ("mtrain", "loop"):
+    other = "fsdp" if "fsdp" in contenders else "loop"
+    for name in ("mtrain", other):
         contenders[name](drawn(shape, 1, 0))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
             contenders[name](drawn(shape, steps, 1))
         events = watched.key_averages()
         found[name] = {each.key: (each.self_cpu_time_total / 1e3 / steps, each.count // steps) for each in events}
-    ours, theirs = found["mtrain"], found["loop"]
+    ours, theirs = found["mtrain"], found[other]
     nothing = (0.0, 0)
-    typer.echo(f"{'ms a step':60}{'mtrain':>10}{'calls':>8}{'loop':>10}{'calls':>8}")
+    typer.echo(f"{'ms a step':60}{'mtrain':>10}{'calls':>8}{other:>10}{'calls':>8}")
     sums = [sum(time for time, _ in each.values()) for each in (ours, theirs)]
     typer.echo(f"{'all':60}{sums[0]:10.1f}{'':8}{sums[1]:10.1f}")
     names = sorted(
@@ -322,6 +332,30 @@ def profiled(contenders: dict[str, Contender], shape: Shape, steps: int, lines: 
     for key in names[:lines]:
         (one, calls), (two, others) = ours.get(key, nothing), theirs.get(key, nothing)
         typer.echo(f"{key[:58]:60}{one:10.1f}{calls:8}{two:10.1f}{others:8}")
+
+
+def print_memory(name: str, folder: str, shape: Shape, layout: str, overrides: Sequence[str]) -> None:
+    """Prints how much the process of the rank that takes most grows while it builds one contender and trains."""
+    begin = process_mib("VmRSS")
+    with ExitStack() as stack:
+        if name == "mtrain":
+            engine, run = engine_contender(folder, shape, layout, overrides)
+            stack.enter_context(engine)
+        else:
+            dist.init_process_group("gloo")
+            stack.callback(dist.destroy_process_group)
+            run = loop_contender(folder, shape, shards=name == "fsdp")
+        for number in range(2):
+            run(drawn(shape, 2, number))
+        most = slowest(process_mib("VmHWM") - begin)
+    if engine_rank() == 0:
+        typer.echo(f"| {name}, {layout} | {most:.0f} MiB |")
+
+
+def process_mib(name: str) -> float:
+    """Returns a size of this process in MiB: VmRSS now, VmHWM at most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
 def main(
@@ -338,9 +372,10 @@ def main(
     steps: Annotated[int, typer.Option(help="of a round")] = 2,
     rounds: Annotated[int, typer.Option(help="of all contenders")] = 9,
     layout: Annotated[
-        str, typer.Option(help="single, tp2, tp2sp or dp2: all but the first under torchrun with 2 ranks")
+        str, typer.Option(help=f"{', '.join(LAYOUTS)}: all but the first under torchrun, with as many ranks")
     ] = "single",
     trainer: Annotated[bool, typer.Option(help="with the Trainer too; one rank")] = True,
+    memory: Annotated[str | None, typer.Option(help="mtrain, loop or fsdp: its most memory instead")] = None,
     profile: Annotated[bool, typer.Option(help="print self times by operation instead")] = False,
     setting: Annotated[
         list[str] | None, typer.Option(help="of our configuration, such as loss.chunk_tokens=whole")
@@ -358,9 +393,14 @@ def main(
         os.rename(folder + ".new", folder)
     while not os.path.isdir(folder):
         time.sleep(0.1)
+    if memory is not None:
+        print_memory(memory, folder, shape, layout, setting or [])
+        return
     engine, ours = engine_contender(folder, shape, layout, setting or [])
     with engine:
         contenders = {"mtrain": ours, "loop": loop_contender(folder, shape)}
+        if layout.endswith("weights"):
+            contenders["fsdp"] = loop_contender(folder, shape, shards=True)
         if trainer and layout == "single":
             contenders["trainer"] = trainer_contender(folder, shape)
         if profile:
