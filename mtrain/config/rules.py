@@ -394,6 +394,8 @@ def images(config: Sections) -> Iterator[str]:
     }
     for name in (name for name, holds in unable.items() if holds):
         yield f"{name} cannot be combined with model.vision; remove one of them"
+    if vision.deepstack:
+        yield from _deepstack(len(vision.deepstack), config)
     if config.adapter is not None and not vision.is_frozen:
         yield (
             "adapter trains the language model only, but model.vision.freeze_tower=false or freeze_projector=false "
@@ -403,6 +405,27 @@ def images(config: Sections) -> Iterator[str]:
         yield (
             "optimizer.kind=muon updates matrices of the language model, but model.vision.freeze_tower=false or "
             "freeze_projector=false trains the tower; set both to true, or use optimizer.kind=adamw"
+        )
+
+
+def _deepstack(num_deep: int, config: Sections) -> Iterator[str]:
+    """Checks that the first pipeline stage has the layers after which features are added."""
+    model, layout, train = config.model, config.layout, config.train
+    if layout.stage_layers is not None:
+        first = layout.stage_layers[0]
+    elif layout.first_stage_layers is not None:
+        first = layout.first_stage_layers
+    else:
+        first = model.num_layers // (layout.pp * layout.vpp)
+    if first < num_deep:
+        yield (
+            f"model.vision.deepstack adds features after the first {num_deep} layers, but the first pipeline stage has "
+            f"{first}; lower layout.pp or layout.vpp, or set layout.first_stage_layers"
+        )
+    if train.recompute == "full":
+        yield (
+            "train.recompute=full cannot be combined with model.vision.deepstack, whose features are added between "
+            "layers; use selective"
         )
 
 

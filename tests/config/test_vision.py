@@ -39,6 +39,9 @@ UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "num_labels": ({"model__num_labels": 1, "loss__function": "reward"}, {}),
     "vision.image_token=1000": ({}, {"image_token": 1000}),
     "vision.rope_sections=[2, 2, 1]": ({}, {"rope_sections": (2, 2, 1)}),
+    "train.recompute=full": ({"train__recompute": "full"}, {"deepstack": (0, 1)}),
+    "the first pipeline stage has 1": ({"layout__pp": 8}, {"deepstack": (0, 1)}),
+    "deepstack=[1, 0]": ({}, {"deepstack": (1, 0)}),
     "hidden_size=20": ({}, {"hidden_size": 20}),
     "num_positions=15": ({}, {"num_positions": 15}),
 }

@@ -34,7 +34,7 @@ from tests.messages import refuses
 from tests.pool import Pool
 
 CARRIED = "hf/carried.safetensors"
-BY_NIGHT = ("gemma3-images", "ministral3-images", "qwen3.5-images")
+BY_NIGHT = ("qwen3-vl-images", "gemma3-images", "ministral3-images", "qwen3.5-images")
 """Models whose tensors and fields are named as those of mistral3 and qwen3.5-moe-images."""
 EACH_TOWER = [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in TOWERS]
 

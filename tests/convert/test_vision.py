@@ -26,17 +26,20 @@ from tests.hf.folders import content_of
 from tests.messages import refuses
 from tests.parity import image_ranks
 from tests.parity.batches import BATCH, SEQ
-from tests.parity.images import MIXED, drawn, model_of
+from tests.parity.images import MIXED, Kind, drawn, model_of
 from tests.pool import Pool
 
 TRAINED = {"freeze_tower": False, "freeze_projector": False}
 
 
+def saved(kind: Kind, path: Path) -> Path:
+    copy.deepcopy(model_of(kind)).bfloat16().save_pretrained(path, max_shard_size="60KB")
+    return path
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("theirs") / "model"
-    copy.deepcopy(model_of(False)).bfloat16().save_pretrained(path, max_shard_size="60KB")
-    return path
+    return saved("dense", tmp_path_factory.mktemp("theirs") / "model")
 
 
 def state_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -98,7 +101,9 @@ def test_a_run_changes_what_it_trains(freezes: bool, folder: Path, pool: Pool, t
     transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
 
 
-def test_an_import_with_the_tower_comes_back_byte_for_byte(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dense", "experts", "deepstack"])
+def test_an_import_with_the_tower_comes_back_byte_for_byte(kind: Kind, tmp_path: Path) -> None:
+    folder = saved(kind, tmp_path / "theirs")
     import_hf(folder, tmp_path / "ours", None, num_workers=1, with_vision=True)
     assert not (tmp_path / "ours" / "hf" / "carried.safetensors").exists()
     export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)

@@ -82,6 +82,7 @@ MODELS: dict[str, Model] = {
     "mistral3/ministral3": Model("ministral3-images", {}, "ministral3_8b"),
     "qwen2": Model("qwen2", _FULL, "qwen2.5_7b"),
     "qwen3": Model("qwen3", _FULL, "qwen3_8b"),
+    "qwen3_vl": Model("qwen3-vl-images", {}, "qwen3_8b"),
     "phi3": Model("phi3", {}, "phi4_14b"),
     "smollm3": Model("smollm3", {"no_rope_layers": [1, 0] * 2, **_FULL}, "smollm3_3b"),
     "mixtral": Model("mixtral", {"num_local_experts": 4}, "mixtral_8x7b"),
@@ -349,6 +350,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Mistral, Qwen2.5, Qwen3, Phi-4, SmolLM3, OLMo-2, OLMo-3": (
         *("mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "olmo3"),
     ),
+    "Qwen3-VL (text and images)": ("qwen3_vl",),
     "Gemma 3, Gemma 4 31B and 26B-A4B, Mistral Small, Ministral 3 (text; images travel)": (
         *("gemma3_text", "gemma3", "gemma4_text", "gemma4", "mistral3", "ministral3", "mistral3/ministral3"),
     ),

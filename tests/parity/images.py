@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -88,23 +89,40 @@ def experts_config() -> Any:
     return config
 
 
+def deepstack_config() -> Any:
+    of_nets = ("linear_", "layer_types", "tie_word", "num_hidden_layers")
+    text = {name: value for name, value in _TEXT.items() if not name.startswith(of_nets)} | {"num_hidden_layers": 3}
+    tower = _TOWER | {"depth": 3, "deepstack_visual_indexes": [0, 2]}
+    return transformers.Qwen3VLConfig(
+        text_config=text, vision_config=tower, **_IDS, attn_implementation="eager", tie_word_embeddings=False
+    )
+
+
+Kind = Literal["dense", "experts", "deepstack"]
+"""Qwen3.5, Qwen3.5 with experts, Qwen3-VL."""
+_KINDS: dict[Kind, tuple[Any, Any]] = {
+    "dense": (transformers.Qwen3_5ForConditionalGeneration, dense_config),
+    "experts": (transformers.Qwen3_5MoeForConditionalGeneration, experts_config),
+    "deepstack": (transformers.Qwen3VLForConditionalGeneration, deepstack_config),
+}
+
+
 @cache
-def model_of(has_experts: bool) -> Any:
+def model_of(kind: Kind) -> Any:
     """Draws a model of transformers in float64; callers must not change it."""
     torch.manual_seed(11)
-    kind = (
-        transformers.Qwen3_5MoeForConditionalGeneration if has_experts else transformers.Qwen3_5ForConditionalGeneration
-    )
-    model = kind(experts_config() if has_experts else dense_config()).double()
+    of_kind, described = _KINDS[kind]
+    model = of_kind(described()).double()
     for name, parameter in model.named_parameters():
-        is_scale = "norm" in name and name.endswith("weight") and ("visual" in name or "linear_attn" in name)
+        is_scale = "norm" in name and name.endswith("weight")
+        is_scale &= kind == "deepstack" or "visual" in name or "linear_attn" in name  # the others are stored minus 1
         torch.nn.init.normal_(parameter, mean=1.0 if is_scale else 0.0, std=0.1)
     return model
 
 
-def knobs(has_experts: bool, **vision: bool) -> dict[str, Any]:
+def knobs(kind: Kind, **vision: bool) -> dict[str, Any]:
     """Returns changes of the configuration that describe the model, as they are read from its config.json."""
-    described = model_of(has_experts).config.to_dict()
+    described = model_of(kind).config.to_dict()
     family = family_of(described)
     model = family.with_vision(family.model(described), described)[1]
     assert model.vision is not None
@@ -205,13 +223,13 @@ class Exact(NamedTuple):
     parameters: Arrays
 
 
-def initial(has_experts: bool) -> Arrays:
+def initial(kind: Kind) -> Arrays:
     """Returns the parameters by our names."""
-    return _ours(dict(model_of(has_experts).named_parameters()), has_experts)
+    return _ours(dict(model_of(kind).named_parameters()), kind)
 
 
-def _ours(tensors: dict[str, Tensor], has_experts: bool) -> Arrays:
-    section = case(num_layers=2).config(**knobs(has_experts)).model
+def _ours(tensors: dict[str, Tensor], kind: Kind) -> Arrays:
+    section = case(num_layers=2).config(**knobs(kind)).model
     tower = {
         f"vision.{name.removeprefix('model.visual.')}": value.detach().clone()
         for name, value in tensors.items()
@@ -222,16 +240,14 @@ def _ours(tensors: dict[str, Tensor], has_experts: bool) -> Arrays:
     return {name: value.numpy() for name, value in (renamed | tower).items()}
 
 
-def exact(config: Config, batches: Sequence[GlobalBatch]) -> Exact:
+def exact(kind: Kind, config: Config, batches: Sequence[GlobalBatch]) -> Exact:
     """Trains transformers' model, one sample at a time: numerators are added, and divided once by the step's weights of
     tokens."""
-    import copy
-
-    has_experts, vision = config.model.experts is not None, config.model.vision
+    vision = config.model.vision
     assert vision is not None
-    model = copy.deepcopy(model_of(has_experts))
+    model = copy.deepcopy(model_of(kind))
     for name, parameter in model.model.visual.named_parameters():
-        is_frozen = vision.freeze_projector if name.startswith("merger.") else vision.freeze_tower
+        is_frozen = vision.freeze_projector if "merger" in name else vision.freeze_tower
         parameter.requires_grad_(not is_frozen)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     section = config.optimizer
@@ -250,7 +266,7 @@ def exact(config: Config, batches: Sequence[GlobalBatch]) -> Exact:
                     name: torch.zeros_like(each) if each.grad is None else each.grad
                     for name, each in model.named_parameters()
                 },
-                has_experts,
+                kind,
             )
         )
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), section.clip_grad)))
@@ -260,7 +276,7 @@ def exact(config: Config, batches: Sequence[GlobalBatch]) -> Exact:
     frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
     left_out = {f"vision.{name.removeprefix('model.visual.')}" for name in frozen}
     found = [{name: value for name, value in each.items() if name not in left_out} for each in gradients]
-    return Exact(losses, norms, found, _ours(dict(model.named_parameters()), has_experts))
+    return Exact(losses, norms, found, _ours(dict(model.named_parameters()), kind))
 
 
 def _differentiated(model: Any, batch: GlobalBatch) -> float:

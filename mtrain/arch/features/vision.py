@@ -8,8 +8,8 @@ from mtrain.base.tensor_slice import Sizes
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.vision import VisionSection
 
-PROJECTOR = "merger."
-"""Prefix of the projector's tensors."""
+PROJECTOR = ("merger.", "deepstack_merger_list.")
+"""Prefixes of the projector's tensors."""
 
 
 @final
@@ -33,6 +33,8 @@ class Vision(Feature):
             "num_positions": 16,
             "rope_sections": (SMALL_HEAD_DIM // 2 - height - width, height, width),
             "image_token": 0,
+            # one, since the first stage may have one layer
+            "deepstack": (0,) if model.vision.deepstack else (),
         }
         return {"vision": model.vision.model_dump() | sizes, "rope": model.rope.model_dump() | {"partial": 1.0}}
 
@@ -51,8 +53,10 @@ def tower_shapes(vision: VisionSection, hidden_size: int) -> dict[str, Sizes]:
         shapes |= _norm(f"{block}norm1", width) | _norm(f"{block}norm2", width)
         shapes |= _linear(f"{block}attn.qkv", 3 * width, width) | _linear(f"{block}attn.proj", width, width)
         shapes |= _linear(f"{block}mlp.linear_fc1", wide, width) | _linear(f"{block}mlp.linear_fc2", width, wide)
-    shapes |= _norm("merger.norm", width) | _linear("merger.linear_fc1", merged, merged)
-    return shapes | _linear("merger.linear_fc2", hidden_size, merged)
+    shapes |= _merger("merger", width, merged, hidden_size)
+    for number, _ in enumerate(vision.deepstack):
+        shapes |= _merger(f"deepstack_merger_list.{number}", merged, merged, hidden_size)
+    return shapes
 
 
 def num_tower_parameters(vision: VisionSection | None, hidden_size: int) -> int:
@@ -70,6 +74,11 @@ def num_frozen_parameters(vision: VisionSection | None, hidden_size: int) -> int
         for name, shape in shapes
         if (vision.freeze_projector if name.startswith(PROJECTOR) else vision.freeze_tower)
     )
+
+
+def _merger(name: str, normed: int, merged: int, hidden_size: int) -> dict[str, Sizes]:
+    inner = _norm(f"{name}.norm", normed) | _linear(f"{name}.linear_fc1", merged, merged)
+    return inner | _linear(f"{name}.linear_fc2", hidden_size, merged)
 
 
 def _norm(name: str, width: int) -> dict[str, Sizes]:

@@ -10,8 +10,8 @@ from mtrain.config.schema.section import Section
 
 
 class VisionSection(Section):
-    """Vision tower of Qwen3.5, which turns the patches of images into features that replace embeddings of tokens, and
-    its projector, which merges features of neighbouring patches. Both are modules of Hugging Face transformers."""
+    """Vision tower of Qwen3-VL and Qwen3.5, which turns patches of images into features that replace embeddings of
+    tokens, and its projector, which merges features of neighbouring patches. Both are modules of transformers."""
 
     num_layers: Annotated[int, bounds.LAYERS] = Field(gt=0)
     """Number of layers of the tower."""
@@ -36,6 +36,9 @@ class VisionSection(Section):
     rope_sections: tuple[int, int, int]
     """Number of rotated pairs of a head in the language model that turn with time, height and width; they
     alternate."""
+    deepstack: tuple[int, ...] = ()
+    """Layers of the tower, counted from 0 and ascending, whose merged outputs are added to the hidden states of image
+    tokens after the first layers of the language model, one after each (DeepStack); empty: none."""
     image_token: int = Field(ge=0)
     """Token id whose embedding a feature replaces."""
     freeze_tower: bool = True
@@ -67,5 +70,10 @@ class VisionSection(Section):
         side = round(self.num_positions**0.5)
         if side**2 != self.num_positions:
             yield f"num_positions={self.num_positions} must be a square number, since the grid is square; change it"
+        if list(self.deepstack) != sorted({*self.deepstack} & {*range(self.num_layers)}):
+            yield (
+                f"deepstack={list(self.deepstack)} must be ascending numbers of layers of the tower, from 0 to "
+                f"{self.num_layers - 1}; change it"
+            )
         if min(self.rope_sections) < 0:
             yield f"rope_sections={list(self.rope_sections)} must be at least 0; change them"

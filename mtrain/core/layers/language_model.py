@@ -82,6 +82,7 @@ class LanguageModel(LanguageModule):
             self.embedding = LanguageModelEmbedding(config, rows, 0, "rope", tp_group=groups.collection.tp)
         if self.pre_process and model.vision is not None:
             self.vision = VisionTower(model.vision, model.hidden_size, config, groups)
+        self._deep: list[Tensor] = []  # features that a forward pass adds after each of the first layers
         self._scales_embeddings = model.scale_embeddings
         # the dtype of activations, since parameters of a frozen base may be narrower
         self.rotary = _rotary(model, torch.promote_types(config.pipeline_dtype, torch.float32))
@@ -94,6 +95,9 @@ class LanguageModel(LanguageModule):
             pg_collection=groups.collection,
             vp_stage=vp_stage,
         )
+        if self.pre_process and model.vision is not None:
+            for number, _ in enumerate(model.vision.deepstack):
+                self.decoder.layers[number].register_forward_hook(functools.partial(self._with_features, number))
         if self.mtp_process:
             self.mtp = Depths(model, config, backend, groups.collection, vp_stage)
         if self.post_process:
@@ -144,6 +148,7 @@ class LanguageModel(LanguageModule):
             rotary_pos_emb=angles,
             padding_mask=self._own_part(router_marks(sequence_ids, batch.choices if self.replays else {})),
         )
+        self._deep = []
         if not self.post_process:
             return hidden_states
         ahead = batch.mtp if self.mtp_process and self.looks_ahead else ()
@@ -172,8 +177,14 @@ class LanguageModel(LanguageModule):
         """Returns embeddings of tokens and features of images, [seq_local, batch, hidden], like `_embed`."""
         embedded, images = self._embed(batch.tokens), batch.images
         if hasattr(self, "vision"):
-            embedded = self.vision(embedded, images, self._own_part(None if images is None else images.places))
+            places = self._own_part(None if images is None else images.places)
+            embedded, self._deep = self.vision(embedded, images, places)
         return embedded
+
+    def _with_features(self, number: int, layer: object, inputs: object, output: Any) -> Any:
+        """Adds the features of a deeper layer of the tower to a layer's output, as a forward hook."""
+        hidden_states, *others = output
+        return (hidden_states + self._deep[number], *others) if self._deep else output
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Returns embeddings, [seq_local, batch, hidden]; this rank's part under sequence parallelism."""

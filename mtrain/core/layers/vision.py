@@ -29,7 +29,7 @@ class VisionTower(MegatronModule):
     def __init__(self, section: VisionSection, hidden_size: int, config: TransformerConfig, groups: Groups) -> None:
         super().__init__(config=config)
         self._per_feature = section.patches_per_feature
-        self._hidden_size = hidden_size
+        self._hidden_size, self._width = hidden_size, hidden_size * (1 + len(section.deepstack))
         self._device, self._tp = groups.device, groups.tp
         # without sequence parallelism, ranks of TP see the same tokens and do the same work
         self._sharing = groups.collection.tp_cp if config.sequence_parallel else groups.cp
@@ -41,27 +41,33 @@ class VisionTower(MegatronModule):
             # each rank of TP encodes other images then, so finalize_model_grads must sum the gradients
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, embedded: Tensor, images: MicrobatchImages | None, places: Tensor | None) -> Tensor:
+    def forward(
+        self, embedded: Tensor, images: MicrobatchImages | None, places: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
         """Replaces embeddings by features.
 
         Args:
             embedded: Embeddings of this rank's positions, [positions, batch, hidden].
             images: Images of the microbatch; None for text.
             places: Feature of each of these positions, [batch, positions]; -1 for text. None for text.
+
+        Returns:
+            The result, and what is added after each of the first layers of the language model, of the same shape and 0
+            for text; nothing for a microbatch of text.
         """
         if images is None or places is None:
-            return self._connected(embedded)
+            return self._connected(embedded), []
         features = self._features(images).to(embedded.dtype)
         # a row for all text, which gets no gradient
-        table = torch.cat((features.new_zeros(1, self._hidden_size), features))
+        table = torch.cat((features.new_zeros(1, self._width), features))
         # contiguous, as the next stage receives its input
         numbers = places.t().contiguous() + 1
-        rows = functional.embedding(numbers, table, padding_idx=0)
-        return torch.where((numbers > 0).unsqueeze(-1), rows, embedded)
+        rows, *deep = functional.embedding(numbers, table, padding_idx=0).split(self._hidden_size, dim=-1)
+        return torch.where((numbers > 0).unsqueeze(-1), rows, embedded).contiguous(), deep
 
     def _features(self, images: MicrobatchImages) -> Tensor:
-        """Returns the features of all images of the microbatch, [features, hidden]. Collective over the ranks that
-        share the work."""
+        """Returns the features of all images of the microbatch, [features, hidden], followed in each row by those of
+        deeper layers. Collective over the ranks that share the work."""
         patches = images.grids.prod(dim=1).tolist()
         shares = divided(patches, self._sharing.size())
         own = shares[self._sharing.rank()]
@@ -69,7 +75,7 @@ class VisionTower(MegatronModule):
             features = self._encoded(images, patches, own)
         else:
             dtype = next(self.tower.parameters()).dtype
-            features = self._connected(torch.zeros(0, self._hidden_size, dtype=dtype, device=self._device))
+            features = self._connected(torch.zeros(0, self._width, dtype=dtype, device=self._device))
         if len(shares) == 1:
             return features
         counts = [patch_count // self._per_feature for patch_count in patches]
@@ -90,8 +96,8 @@ class VisionTower(MegatronModule):
         every = torch.split(images.pixels, patches)
         pixels = to_device(torch.cat([every[image] for image in own]), self._device)
         grids = to_device(images.grids[own], self._device)
-        features: Tensor = self.tower(pixels, grid_thw=grids).pooler_output
-        return features
+        output = self.tower(pixels, grid_thw=grids)
+        return torch.cat((output.pooler_output, *output.deepstack_features), dim=1)
 
     def _connected(self, values: Tensor) -> Tensor:
         """Returns the values; their backward pass gives every trained parameter a gradient of 0, so that a rank without
@@ -159,14 +165,15 @@ def built_tower(section: VisionSection, hidden_size: int) -> nn.Module:
     """
     try:
         from transformers.initialization import no_init_weights
-        from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
-        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
     except ImportError as fault:
         raise ConfigError(
             f"model.vision needs a tower of Hugging Face transformers, which cannot be imported ({fault}); pip install "
             "'mtrain[vision]'"
         ) from fault
-    config = Qwen3_5VisionConfig(
+    # without deeper layers it is the tower of Qwen3.5
+    config = Qwen3VLVisionConfig(
         depth=section.num_layers,
         hidden_size=section.hidden_size,
         intermediate_size=section.ffn_hidden_size,
@@ -178,9 +185,10 @@ def built_tower(section: VisionSection, hidden_size: int) -> nn.Module:
         num_position_embeddings=section.num_positions,
         hidden_act=section.activation,
         out_hidden_size=hidden_size,
+        deepstack_visual_indexes=list(section.deepstack),
     )
     with no_init_weights():
-        tower: nn.Module = Qwen3_5VisionModel._from_config(config, dtype=torch.float32)
+        tower: nn.Module = Qwen3VLVisionModel._from_config(config, dtype=torch.float32)
     for module in tower.modules():
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()

@@ -64,7 +64,9 @@ class Family:
             DataError: This family's tower cannot be trained.
         """
         family = self.for_vision(True)
-        vision = vision_of(config, self.text(dict(config)))
+        assert family.tower is not None, "for_vision refuses others"
+        assert family.tower.trained is not None, "for_vision refuses others"
+        vision = vision_of(config, self.text(dict(config)), family.tower.trained)
         return family, validated(model.model_dump(exclude_defaults=True) | {"vision": vision})
 
     def for_vision(self, is_read: bool) -> Family:
@@ -197,9 +199,8 @@ class Family:
         is_stacked = len(set(kinds(model))) == 1
         table = build_table(self.rules, model, axis_sizes(model), is_stacked)
         table = replace(table, copies=_copies(model, self.base, self.outside))
-        return (
-            table if self.tower is None or self.tower.trained is None else with_tower(table, model, self.tower.trained)
-        )
+        trained = None if self.tower is None else self.tower.trained
+        return table if trained is None else with_tower(table, model, trained.prefix)
 
 
 def in_tower(family: Family, model_type: str, architecture: str, tower: Tower) -> Family:

@@ -31,6 +31,20 @@ def default_sizes(layers: int, hidden: int, feed_forward: int, heads: int, vocab
 
 
 @dataclass(frozen=True)
+class TrainedTower:
+    """A vision tower that can be trained, with defaults of transformers."""
+
+    types: tuple[str, ...]
+    """The model_type of the tower in transformers, followed by other names of it."""
+    image_token: int
+    rope_sections: tuple[int, int, int]
+    deepstack: tuple[int, ...] | None = None
+    """Layers whose outputs are added in the language model; None if the family adds none."""
+    prefix: str = "model.visual."
+    """Prefix of the names of its tensors."""
+
+
+@dataclass(frozen=True)
 class Tower:
     """Position of a text model in a multimodal model."""
 
@@ -49,8 +63,8 @@ class Tower:
     """Other text models in the same multimodal model, which other families read."""
     aliases: tuple[str, ...] = ()
     """Other names of the text model's family, which an export keeps."""
-    trained: str | None = None
-    """Prefix of the vision tower's tensors, if it can be trained (`model.vision`); None: it is only copied."""
+    trained: TrainedTower | None = None
+    """How the vision tower is read if it can be trained (`model.vision`); None: it is only copied."""
 
     @property
     def names(self) -> frozenset[str]:

@@ -10,12 +10,11 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.inert import INERT
 from mtrain.hf.schema.rope import ROPE_OBJECTS
 from mtrain.hf.schema.table import Arrangement, FilledSlice, HfTensor, Table
-from mtrain.hf.schema.tower import VISION
+from mtrain.hf.schema.tower import VISION, TrainedTower
 from mtrain.hf.schema.values import needed_value, shown, wrong_type
 
 KEY = "vision."
 """Prefix of the keys of a tower's tensors in a checkpoint."""
-_TYPES = ("qwen3_5", "qwen3_5_vision", "qwen3_5_moe", "qwen3_5_moe_vision")
 _SIZES = {
     "depth": ("num_layers", 27),
     "hidden_size": ("hidden_size", 1152),
@@ -28,14 +27,14 @@ _SIZES = {
     "num_position_embeddings": ("num_positions", 2304),
 }
 """Field -> our field, and its default in transformers."""
-_NEUTRAL = {"deepstack_visual_indexes": [], "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}}
+_DEEPSTACK = "deepstack_visual_indexes"
+_NEUTRAL = {_DEEPSTACK: [], "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}}
 """Field -> the only value that is supported, besides null."""
 _OTHERS = ("model_type", "initializer_range", "out_hidden_size", "hidden_act")
 """Fields that are read elsewhere, or only by a new tower."""
-_IMAGE_TOKEN, _SECTIONS = 248056, [11, 11, 10]
 
 
-def vision_of(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+def vision_of(config: Mapping[str, Any], text: Mapping[str, Any], family: TrainedTower) -> dict[str, Any]:
     """Returns the keys of `model.vision` for a config.json; `text` has the fields of its text model.
 
     Raises:
@@ -44,10 +43,13 @@ def vision_of(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, A
     tower = config.get(VISION)
     if not isinstance(tower, dict):
         raise wrong_type(VISION, tower, "an object")
-    if (name := tower.get("model_type", _TYPES[0])) not in _TYPES:
-        raise DataError(f"config.json: {VISION}.model_type={shown(name)} is not supported, but {_TYPES[0]} is needed")
+    if (name := tower.get("model_type", family.types[0])) not in family.types:
+        raise DataError(
+            f"config.json: {VISION}.model_type={shown(name)} is not supported, but {family.types[0]} is needed"
+        )
+    read = (*_SIZES, *_OTHERS, *([] if family.deepstack is None else [_DEEPSTACK]))
     for name, value in tower.items():
-        is_known = name in _SIZES or name in _OTHERS or name in INERT
+        is_known = name in read or name in INERT
         if not is_known and value not in (None, False, _NEUTRAL.get(name)):
             raise DataError(f"config.json: {VISION}.{name}={shown(value)} is not supported in a vision tower")
     if (width := needed_value(tower, "out_hidden_size", int, 3584)) != text.get("hidden_size"):
@@ -61,8 +63,9 @@ def vision_of(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, A
     return {
         "activation": needed_value(tower, "hidden_act", str, "gelu_pytorch_tanh"),
         **{ours: needed_value(tower, name, int, default) for name, (ours, default) in _SIZES.items()},
-        "rope_sections": rope.get("mrope_section", _SECTIONS),
-        "image_token": needed_value(config, "image_token_id", int, _IMAGE_TOKEN),
+        "deepstack": () if family.deepstack is None else tower.get(_DEEPSTACK, family.deepstack),
+        "rope_sections": rope.get("mrope_section", family.rope_sections),
+        "image_token": needed_value(config, "image_token_id", int, family.image_token),
     }
 
 

@@ -15,7 +15,7 @@ from mtrain.core.layers.vision import built_tower
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, Deviation, relative, worst
 from tests.parity.image_ranks import FAULTS, frequencies, train_both, train_with
-from tests.parity.images import MIXED, ONE, Exact, drawn, exact, initial, knobs
+from tests.parity.images import MIXED, ONE, Exact, Kind, drawn, exact, initial, knobs
 from tests.parity.ranks import Outcome, train
 from tests.pool import Pool, RankFailed
 
@@ -31,13 +31,13 @@ def steps() -> list[Any]:
     return [drawn(MIXED, 1, LENGTHS), drawn(ONE, 2, LENGTHS)]
 
 
-def config_of(each: Case, has_experts: bool, vision: dict[str, bool], **changes: Any) -> Config:
-    return each.config(**knobs(has_experts, **vision) | changes)
+def config_of(each: Case, kind: Kind, vision: dict[str, bool], **changes: Any) -> Config:
+    return each.config(**knobs(kind, **vision) | changes)
 
 
 @cache
-def reference(has_experts: bool, trained: tuple[str, ...]) -> Exact:
-    return exact(config_of(case(num_layers=2), has_experts, dict.fromkeys(trained, False)), steps())
+def reference(kind: Kind, trained: tuple[str, ...]) -> Exact:
+    return exact(kind, config_of(case(num_layers=2), kind, dict.fromkeys(trained, False)), steps())
 
 
 def measured(outcome: Outcome, oracle: Exact, config: Config) -> Deviation:
@@ -58,12 +58,12 @@ def agreed(everyone: list[Outcome]) -> Outcome:
 
 
 def assert_exact(
-    pool: Pool, each: Case, has_experts: bool = False, vision: dict[str, bool] = TRAINED, **changes: Any
+    pool: Pool, each: Case, kind: Kind = "dense", vision: dict[str, bool] = TRAINED, **changes: Any
 ) -> Outcome:
     """Trains both steps on the case's ranks, and compares with the oracle."""
-    config = config_of(each, has_experts, vision, **changes)
-    outcome = agreed(pool.run(train, each.resolved(config), config, initial(has_experts), steps()))
-    measured(outcome, reference(has_experts, tuple(vision)), config).assert_below()
+    config = config_of(each, kind, vision, **changes)
+    outcome = agreed(pool.run(train, each.resolved(config), config, initial(kind), steps()))
+    measured(outcome, reference(kind, tuple(vision)), config).assert_below()
     return outcome
 
 
@@ -96,7 +96,19 @@ EXPERT_CASES = [case(4, num_layers=2), case(4, num_layers=2, dp=2, ep=2), case(4
 
 @pytest.mark.parametrize("each", EXPERT_CASES, ids=["-".join(each.layout) or "one process" for each in EXPERT_CASES])
 def test_experts_of_tokens_of_images_are_those_of_transformers(pool: Pool, each: Case) -> None:
-    assert_exact(pool, each, has_experts=True)
+    assert_exact(pool, each, kind="experts")
+
+
+DEEP_CASES = [
+    case(4, num_layers=3),
+    case(4, num_layers=3, tp=2, sp=True, cp=2),
+    case(4, num_layers=3, pp=2, first_stage_layers=2, dp=2),
+]
+
+
+@pytest.mark.parametrize("each", DEEP_CASES, ids=map(str, DEEP_CASES))
+def test_deeper_features_are_added_as_in_transformers(pool: Pool, each: Case) -> None:
+    assert_exact(pool, each, kind="deepstack")
 
 
 def test_a_rank_without_images_joins_reductions_that_overlap_backward(pool: Pool) -> None:
@@ -109,7 +121,7 @@ def test_a_rank_without_images_joins_reductions_that_overlap_backward(pool: Pool
 def test_frozen_parts_keep_every_bit(pool: Pool, vision: dict[str, bool]) -> None:
     outcome = assert_exact(pool, case(4, num_layers=2, tp=2, sp=True), vision=vision)
     assert outcome.parameters is not None
-    for name, value in initial(False).items():
+    for name, value in initial("dense").items():
         if name.startswith("vision.") and not (vision and name.startswith("vision.merger.")):
             np.testing.assert_array_equal(outcome.parameters[name], value.astype(np.float32), err_msg=name)
 
@@ -117,11 +129,11 @@ def test_frozen_parts_keep_every_bit(pool: Pool, vision: dict[str, bool]) -> Non
 def test_adapters_on_a_frozen_tower_learn_from_images(pool: Pool) -> None:
     """B begins at 0, so A has no gradient, and that of B is scale x (the oracle's gradient of W) x A^T."""
     each, name = case(4, num_layers=2, tp=2, sp=True, cp=2), "decoder.layers.1.self_attention.linear_proj"
-    config = config_of(each, False, {}, adapter={"kind": "lora", "rank": 3, "alpha": 6.0, "targets": ["proj"]})
+    config = config_of(each, "dense", {}, adapter={"kind": "lora", "rank": 3, "alpha": 6.0, "targets": ["proj"]})
     first = np.random.default_rng(5).normal(size=(3, 128)).astype(np.float32)
     pair = {f"{name}_adapter.proj_lora_a": first, f"{name}_adapter.proj_lora_b": np.zeros((32, 3))}
-    outcome = agreed(pool.run(train, each.resolved(config), config, initial(False) | pair, steps()[:1]))
-    oracle = reference(False, ())
+    outcome = agreed(pool.run(train, each.resolved(config), config, initial("dense") | pair, steps()[:1]))
+    oracle = reference("dense", ())
     assert relative(outcome.steps[0].loss, oracle.losses[0]) <= TOLERANCE
     expected = 2.0 * oracle.gradients[0][f"{name}.weight"] @ first.T
     assert worst(
@@ -132,9 +144,9 @@ def test_adapters_on_a_frozen_tower_learn_from_images(pool: Pool) -> None:
 def test_text_alone_computes_the_same_bits_as_without_a_tower(pool: Pool) -> None:
     text = [[replace(sample, images=None) for sample in drawn([[]] * 16, 3, LENGTHS)]]
     each = case(4, num_layers=2, tp=2, sp=True)
-    with_tower = config_of(each, False, {})
+    with_tower = config_of(each, "dense", {})
     without = with_tower.model_copy(update={"model": with_tower.model.model_copy(update={"vision": None})})
-    found = pool.run(train_both, each.resolved(without), [with_tower, without], initial(False), text)
+    found = pool.run(train_both, each.resolved(without), [with_tower, without], initial("dense"), text)
     one, other = found[0]
     assert one.steps[0]._replace(gradients=None) == other.steps[0]._replace(gradients=None)
     assert other.parameters is not None
@@ -144,7 +156,7 @@ def test_text_alone_computes_the_same_bits_as_without_a_tower(pool: Pool) -> Non
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_frequencies_of_the_tower_are_not_rounded(pool: Pool, precision: str) -> None:
-    config = config_of(case(num_layers=2), False, {}, train__precision=precision)
+    config = config_of(case(num_layers=2), "dense", {}, train__precision=precision)
     assert config.model.vision is not None
     found, dtypes = pool.run(frequencies, Layout(), config)[0]
     assert dtypes == {"torch.float32" if precision == "fp32" else "torch.bfloat16"}
@@ -158,13 +170,13 @@ def test_frequencies_of_the_tower_are_not_rounded(pool: Pool, precision: str) ->
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(pool: Pool, fault: str) -> None:
     each = case(4, num_layers=2, tp=2, sp=True, cp=2) if "data-parallel" not in fault else case(4, num_layers=2, dp=2)
-    config = config_of(each, False, TRAINED)
-    outcome = pool.run(train_with, each.resolved(config), fault, config, initial(False), steps())[0]
-    assert max(measured(outcome, reference(False, tuple(TRAINED)), config)) > 100 * TOLERANCE
+    config = config_of(each, "dense", TRAINED)
+    outcome = pool.run(train_with, each.resolved(config), fault, config, initial("dense"), steps())[0]
+    assert max(measured(outcome, reference("dense", tuple(TRAINED)), config)) > 100 * TOLERANCE
 
 
 def test_a_tower_that_gives_no_zeros_is_found(pool: Pool) -> None:
     each = case(8, num_layers=2, dp=2)
-    config = config_of(each, False, TRAINED, train__overlap_grad_reduce=True)
+    config = config_of(each, "dense", TRAINED, train__overlap_grad_reduce=True)
     with pytest.raises(RankFailed):
-        pool.run(train_with, each.resolved(config), "no zeros", config, initial(False), steps())
+        pool.run(train_with, each.resolved(config), "no zeros", config, initial("dense"), steps())

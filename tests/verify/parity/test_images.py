@@ -20,21 +20,21 @@ TRAINED = {"freeze_tower": False, "freeze_projector": False}
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 
 
-def with_images(vision: dict[str, bool], **changes: Any) -> Config:
+def with_images(vision: dict[str, Any], **changes: Any) -> Config:
     defaults: dict[str, Any] = {"model__num_layers": 2, "model__vision": VISION | vision}
     return config(**(defaults | changes))
 
 
 @pytest.mark.parametrize(
-    ("changes", "layouts"),
+    ("vision", "changes", "layouts"),
     [
-        ({"data__isolate_documents": True}, "tp2spcp2mbs2,pp2dp2mbs2"),
-        (PACKED | {"model__delta_net": NET}, "tp2spcp2mbs1"),
+        ({"deepstack": (0, 1)}, {"data__isolate_documents": True}, "tp2spcp2mbs2,pp2dp2mbs2"),
+        ({}, PACKED | {"model__delta_net": NET}, "tp2spcp2mbs1"),
     ],
-    ids=["documents", "packed, with delta nets"],
+    ids=["documents, with deeper features", "packed, with delta nets"],
 )
-def test_images_are_exact(pool: Pool, changes: dict[str, Any], layouts: str) -> None:
-    report = check(pool, with_images(TRAINED, **changes), layouts, num_steps=3)
+def test_images_are_exact(pool: Pool, vision: dict[str, Any], changes: dict[str, Any], layouts: str) -> None:
+    report = check(pool, with_images(TRAINED | vision, **changes), layouts, num_steps=3)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     assert any(name.startswith("vision.blocks.") for name in report.tensors)
     assert "random images" in report.data

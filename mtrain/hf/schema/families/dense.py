@@ -1,4 +1,4 @@
-"""Llama 3.x, Mistral and Ministral 3, Qwen2.5, Qwen3, SmolLM3 and Phi: variants of one architecture."""
+"""Llama 3.x, Mistral and Ministral 3, Qwen2.5, Qwen3 and Qwen3-VL, SmolLM3 and Phi: variants of one architecture."""
 
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -25,7 +25,7 @@ from mtrain.hf.schema.families.common import (
 from mtrain.hf.schema.family import Family, in_tower
 from mtrain.hf.schema.rope import ROPE_NAMES, ROPE_OBJECTS, rope_without
 from mtrain.hf.schema.table import Rule, TensorPattern
-from mtrain.hf.schema.tower import Tower, default_sizes
+from mtrain.hf.schema.tower import Tower, TrainedTower, default_sizes
 from mtrain.hf.schema.values import needed_value, shown, value_of
 
 _HEAD, _TOKENS = "ForSequenceClassification", "ForCausalLM"
@@ -166,6 +166,36 @@ QWEN3 = Family(
     _RULES,
     # Qwen3Config has no such field, and the model always has these norms; other programs write the field
     inert=("use_qk_norm",),
+)
+QWEN3_VL = in_tower(
+    replace(
+        QWEN3,
+        entries=(
+            *common(),
+            *ACTIVATION,
+            *heads(groups=32, head_dim=128),
+            Required("attention_bias", False, False),
+            Constant("qk_norm", True),
+            # positions on three axes for images, which coincide for text
+            Rope(default_base=500000.0, unread=("mrope_section", "mrope_interleaved")),
+        ),
+    ),
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    Tower(
+        "qwen3_vl_text",
+        is_tied=False,
+        is_tied_outside=False,
+        defaults=default_sizes(layers=32, hidden=4096, feed_forward=22016, heads=32, vocabulary=151936),
+        unread="image_token_id video_token_id vision_start_token_id vision_end_token_id",
+        images=(r"model\.visual\..+",),
+        trained=TrainedTower(
+            ("qwen3_vl_vision", "qwen3_vl"),
+            image_token=151655,
+            rope_sections=(24, 20, 20),
+            deepstack=(8, 16, 24),
+        ),
+    ),
 )
 _COEFFICIENT = "llama_4_scaling_beta"
 _YARN = {
@@ -328,4 +358,4 @@ PHI3 = Family(
         in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", "h f"),
     ),
 )
-FAMILIES = (LLAMA, MISTRAL, MISTRAL3, MINISTRAL3, MINISTRAL3_IMAGES, QWEN2, QWEN3)
+FAMILIES = (LLAMA, MISTRAL, MISTRAL3, MINISTRAL3, MINISTRAL3_IMAGES, QWEN2, QWEN3, QWEN3_VL)

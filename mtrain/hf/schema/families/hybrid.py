@@ -28,7 +28,7 @@ from mtrain.hf.schema.families.common import (
 from mtrain.hf.schema.families.experts import NO_DENSE_LAYERS, RENORMALISED, GatedShare
 from mtrain.hf.schema.family import Family, in_tower
 from mtrain.hf.schema.table import Rule, TensorPattern, stretch
-from mtrain.hf.schema.tower import Tower, default_sizes
+from mtrain.hf.schema.tower import Tower, TrainedTower, default_sizes
 from mtrain.hf.schema.values import needed_value
 
 _FULL, _LINEAR = "full_attention", "linear_attention"
@@ -247,7 +247,11 @@ _IMAGES: dict[str, Any] = {
     "is_tied_outside": False,
     "unread": "image_token_id video_token_id vision_start_token_id vision_end_token_id",
     "images": (r"model\.visual\..+",),
-    "trained": "model.visual.",
+    "trained": TrainedTower(
+        ("qwen3_5_vision", "qwen3_5", "qwen3_5_moe_vision", "qwen3_5_moe"),
+        image_token=248056,
+        rope_sections=(11, 11, 10),
+    ),
 }
 QWEN3_5_IMAGES = in_tower(
     QWEN3_5,

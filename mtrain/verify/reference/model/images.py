@@ -16,7 +16,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.vision import VisionSection
 from mtrain.verify.reference.text import Picture, Rows
 
-TOWER, PROJECTOR = "vision.", "vision.merger."
+TOWER, PROJECTOR = "vision.", ("vision.merger.", "vision.deepstack_merger_list.")
 """Prefixes of the names of all tensors of a tower, and of its projector's."""
 
 
@@ -28,11 +28,11 @@ def tower_of(model: ModelSection) -> Any:
 
 @lru_cache(maxsize=2)
 def _tower(section: str, hidden_size: int) -> Any:
-    from transformers import Qwen3_5VisionConfig, Qwen3_5VisionModel
+    from transformers import Qwen3VLVisionConfig, Qwen3VLVisionModel
 
     vision = VisionSection.model_validate_json(section)
-    return Qwen3_5VisionModel(
-        Qwen3_5VisionConfig(
+    return Qwen3VLVisionModel(
+        Qwen3VLVisionConfig(
             depth=vision.num_layers,
             hidden_size=vision.hidden_size,
             hidden_act=vision.activation,
@@ -44,6 +44,7 @@ def _tower(section: str, hidden_size: int) -> Any:
             temporal_patch_size=vision.frames_per_patch,
             out_hidden_size=hidden_size,
             num_position_embeddings=vision.num_positions,
+            deepstack_visual_indexes=list(vision.deepstack),
         )
     )
 
@@ -53,20 +54,27 @@ def num_features(picture: Picture, vision: VisionSection) -> int:
     return picture.rows * picture.columns // vision.merge_size**2
 
 
-def with_features(embedded: Tensor, rows: Rows, model: ModelSection, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Replaces embeddings, [batch, seq, hidden], by the features of images, one image at a time."""
+def with_features(
+    embedded: Tensor, rows: Rows, model: ModelSection, tensors: Mapping[str, Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Replaces embeddings, [batch, seq, hidden], by the features of images, one image at a time; also returns what is
+    added after each of the first layers (DeepStack: Meng et al. 2024, as in Qwen3-VL)."""
     if not rows.pictures or model.vision is None:
-        return embedded
+        return embedded, []
     tower = tower_of(model).to(embedded.device)
     weights = {name.removeprefix(TOWER): value for name, value in tensors.items() if name.startswith(TOWER)}
-    result = embedded.clone()
+    result, deep = embedded.clone(), [torch.zeros_like(embedded) for _ in model.vision.deepstack]
     for row, pictures in enumerate(rows.pictures):
         for picture in pictures:
             grid = torch.tensor([[1, picture.rows, picture.columns]], device=embedded.device)
             pixels = torch.from_numpy(picture.pixels).to(embedded.device)
-            features = torch.func.functional_call(tower, weights, (pixels,), {"grid_thw": grid}).pooler_output
-            result[row, picture.start : picture.start + len(features)] = features
-    return result
+            output = torch.func.functional_call(tower, weights, (pixels,), {"grid_thw": grid})
+            end = picture.start + num_features(picture, model.vision)
+            for target, features in zip(
+                [result, *deep], [output.pooler_output, *output.deepstack_features], strict=True
+            ):
+                target[row, picture.start : end] = features
+    return result, deep
 
 
 def axes_of(rows: Rows, vision: VisionSection) -> Tensor:

@@ -45,10 +45,12 @@ class Transformer:
         result = Forward(logits=torch.empty(0))
         hidden = self._embedded(rows.tokens)
         result.outputs["embedding"] = hidden
-        hidden = with_features(hidden, rows, self._model, self._tensors)
+        hidden, deep = with_features(hidden, rows, self._model, self._tensors)
         for number in range(self._model.num_layers):
             name = f"decoder.layers.{number}"
             hidden = self._layer(name, number, hidden, rows, rows.is_text, result, f"layer {number}")
+            if number < len(deep):
+                hidden = result.outputs[f"layer {number}"] = hidden + deep[number]
         hidden = norm(self._module("decoder.final_layernorm"), hidden)
         result.outputs["final_layernorm"] = hidden
         result.logits = result.outputs["output_layer"] = self._head(hidden)
