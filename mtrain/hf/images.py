@@ -24,6 +24,8 @@ PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
 """Files that describe an image processor; transformers prefers the first one."""
 _WIDE_MODES = ("I", "F")
 """First letters of the modes of Pillow with more than 8 bits a channel, all of them grey."""
+_PROGRAMS = ("EPS", "WMF")
+"""Formats that Pillow draws by another program."""
 _LONGEST_FAULT = 200
 
 
@@ -94,11 +96,13 @@ class ImageProcessor:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(io.BytesIO(content)) as image:
-                    mode = image.mode
+                    mode, form = image.mode, image.format
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise DataError(f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels; scale it down") from None
         except Exception as fault:  # whatever a damaged file makes a decoder raise
             raise _unreadable(fault) from fault
+        if form in _PROGRAMS:
+            raise DataError(f"is {form}, a program rather than pixels; save it as PNG")
         if mode.startswith(_WIDE_MODES):
             raise DataError(
                 f"has more than 8 bits a channel (Pillow's mode {mode}), which transformers would clip to white; "
@@ -149,8 +153,12 @@ class ImageProcessor:
                 f"{self._folder} has no {' or '.join(reversed(PROCESSOR_NAMES))}, which says how its model reads "
                 "images; set data.tokenizer to the folder of a model that reads images"
             )
-        from transformers import AutoImageProcessor
-
+        try:
+            from transformers import AutoImageProcessor
+        except ImportError as fault:  # as with a torchvision of another torch
+            raise MachineError(
+                f"transformers cannot load image processors ({_short(fault)}); install it again"
+            ) from fault
         try:
             # runs no code of the folder, and downloads nothing
             return AutoImageProcessor.from_pretrained(self._folder, trust_remote_code=False, local_files_only=True)

@@ -75,7 +75,8 @@ def _parts(content: object) -> object:
 
 
 def _is_placed_text(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and PLACEHOLDER in str(part.get("text"))
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    return isinstance(text, str) and PLACEHOLDER in text
 
 
 def _pieces(text: str) -> Iterator[dict[str, str]]:

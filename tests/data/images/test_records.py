@@ -171,6 +171,11 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a number": (parts({"type": "image", "image": 7}), ("int",)),
     "another key": (parts({"type": "image", "path": PATHS[0], "max_pixels": 7}), ("max_pixels",)),
     "another detail": (parts({"type": "image_url", "image_url": {"url": URLS[0], "detail": "low"}}), ("detail",)),
+    "a text that is none": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ["<image>"]}]}, ANSWER]},
+        ("messages[0].content[0].text", "list"),
+    ),
+    "nested without end": (parts({"type": "image", "image": {"image": {"image": {}}}}), ("no image",)),
     "null": ({**SAID, "images": [None, PATHS[0]]}, ("NoneType",)),
     "video": (parts({"type": "video", "video": "a.mp4"}), ("video",)),
     "audio": (parts({"type": "input_audio", "input_audio": "a"}), ("input_audio",)),
