@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import DataError, MachineError
 from tests.data.images.cases import MODES, PROCESSOR, JudgeOfImages, axes_of_transformers, picture, processor_of
 from tests.data.images.conftest import MakeEncoder
 from tests.messages import refuses
@@ -179,6 +180,18 @@ def test_limits_on_pixels_are_those_of_transformers(vision_folder: Path) -> None
     assert len(found) == 4
     with refuses(DataError, "min_pixels=3000", "1600"):
         processor_of(vision_folder, {"min_pixels": 3000}).patches(content)
+
+
+@pytest.mark.parametrize("missing", ["Pillow", "transformers"])
+def test_a_missing_package_is_named(missing: str, vision_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = processor_of(vision_folder)
+    with monkeypatch.context() as without:
+        if missing == "Pillow":
+            without.setitem(sys.modules, "PIL", None)
+        else:
+            without.setattr("mtrain.hf.images.find_spec", lambda name: None)
+        with refuses(MachineError, missing, "mtrain[vision]"):
+            processor.check(b"")
 
 
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path, vision_folder: Path) -> None:

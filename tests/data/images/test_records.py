@@ -19,7 +19,7 @@ from mtrain.data.encoding.compared import PreferenceEncoder, source_encoder
 from mtrain.data.encoding.encoder import RecordEncoder
 from mtrain.data.formats.record_files import chunks, record_files, record_without_nulls
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
-from tests.data.images.cases import image_token, picture
+from tests.data.images.cases import TEMPLATE, JudgeOfImages, image_token, picture
 from tests.data.images.conftest import MakeEncoder
 from tests.messages import refuses
 
@@ -223,6 +223,21 @@ def test_other_losses_and_models_refuse_images(encoder: MakeEncoder, folder: Pat
             text_alone.encode(record, folder)
     with refuses(DataError, "model.vision"):
         encoder()._chat.prompt({"messages": FORMS["path"][1]["messages"][:1]})  # type: ignore[union-attr]
+
+
+def test_images_of_an_answer_are_not_in_the_loss(
+    encoder: MakeEncoder, folder: Path, vision_folder: Path, judge: JudgeOfImages
+) -> None:
+    shows = TEMPLATE.read_text().replace("render(message.content or '', false)", "render(message.content or '', true)")
+    (folder / "shows.jinja").write_text(shows)
+    parts = [{"type": "text", "text": "A"}, {"type": "image", "path": PATHS[0]}, {"type": "text", "text": "B"}]
+    messages = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": parts}]
+    sample = encoder(chat_template=str(folder / "shows.jinja")).encode({"messages": messages}, folder)
+    is_image = sample.ids == image_token(vision_folder)
+    assert is_image.sum() > 2
+    assert not sample.loss_weights[is_image].any()
+    trained = sample.ids[sample.loss_weights > 0]
+    assert judge.tokenizer.decode(trained) == "A<|vision_start|><|vision_end|>B<|im_end|>"
 
 
 def test_an_image_takes_its_tokens(vision_folder: Path, expected: TokenizedSample) -> None:
