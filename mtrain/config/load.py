@@ -203,6 +203,9 @@ def read_file(path: Path) -> Source:
     """
     if path.suffix == ".toml":
         _refuse_foreign(path, read_mapping(path))
+        raise ConfigError(
+            f"{path}: this is TOML, but a YAML file is needed; `mtrain from torchtitan` translates torchtitan's"
+        )
     read = _read_mapping(path)
     _refuse_foreign(path, read.content)
     content = of_one_kind(with_current_names(read.content, str(path)))

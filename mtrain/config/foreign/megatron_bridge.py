@@ -22,9 +22,9 @@ from mtrain.config.foreign.trainers import (
     put_warmup,
     targets,
 )
-from mtrain.config.foreign.translation import Put, Row, Settings, Translation, above_0, lost, rows_of, to, translated
+from mtrain.config.foreign.translation import Put, Row, Settings, Translation, above_0, rows_of, to, translated
 from mtrain.config.foreign.values import listed, number, shares
-from mtrain.config.megatron_fields import EXPERTS, OURS, PROVEN, REFUSED, TYPED_KNOBS
+from mtrain.config.megatron_fields import EXPERTS, OURS, PROVEN, REFUSED, TYPED_KNOBS, is_default
 from mtrain.config.tables import table
 
 _TABLE = table("megatron_bridge")
@@ -87,9 +87,29 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "balance": _balance,
     "any": lambda value: value,
 }
+_ACTIVATIONS = {
+    ("silu", True): "swiglu",
+    ("gelu", False): "gelu",
+    ("fast_gelu", False): "gelu_tanh",
+    ("fast_gelu", True): "geglu_tanh",
+    ("squared_relu", False): "relu2",
+}
+"""Activation function and whether it is gated -> model.activation."""
+
+
+def _lost_field(field: str, why: str) -> Row:
+    """Returns the row of a field of megatron-core's TransformerConfig without equivalent, which its default leaves."""
+
+    def put(config: Translation, value: Any, name: str) -> None:
+        if not is_default(field, value):
+            config.lost.append(f"{name}={value}: {why}")
+
+    return Row(put)
+
+
 _WHY = {**{name: f"it is {key} here" for name, key in TYPED_KNOBS.items()}, **OURS, **EXPERTS, **REFUSED}
 MEGATRON_BRIDGE = {
-    **{f"model.{name}": lost(why) for name, why in _WHY.items()},
+    **{f"model.{name}": _lost_field(name, why) for name, why in _WHY.items()},
     **{f"model.{name}": to(f"model.megatron.{name}") for name in PROVEN},
     **rows_of(_TABLE, _FUNCTIONS),
 }
@@ -112,7 +132,7 @@ def from_megatron_bridge(words: Sequence[str]) -> Translation:
     words = [word for word in words if word not in named or _before(words, word) == "--recipe"]
     form = Form(MEGATRON_BRIDGE, (), ("config_file", "config"), _WHOLE)
     given = read_settings(config, [*options, *words], form)
-    settings = without_unknown(config, given.settings)
+    settings = _of_container(config, without_unknown(config, given.settings))
     recipe = str(settings.pop("recipe", "")).removesuffix("_config")
     rows = _rows(config, recipe, settings)
     run = translated(config, settings, rows)
@@ -120,6 +140,7 @@ def from_megatron_bridge(words: Sequence[str]) -> Translation:
     for put in (_precision, _schedule, _layout, _paths):
         put(config, run)
     _model(config, run, recipe, kind)
+    _function(config, run)
     _adapter(config, run)
     if kind == "pretrain":
         _documents(config, run)
@@ -129,6 +150,21 @@ def from_megatron_bridge(words: Sequence[str]) -> Translation:
         finish(config, run)
     config.given = (*(("recipe",) if recipe else ()), *config.given)
     return config
+
+
+def _of_container(config: Translation, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings of a whole ConfigContainer, as a run saves it: names of objects in place of their parts."""
+    plain = dict(settings)
+    for name in settings:
+        parent, _, last = name.rpartition(".")
+        if last in ("_call_", "_args_", "_partial_"):
+            plain.pop(name)
+        elif last == "_target_" and (f"{parent}._call_" in settings or f"{parent}._args_" in settings):
+            plain[parent] = plain.pop(name)
+        elif last == "_target_" and name not in MEGATRON_BRIDGE:
+            config.without_effect.append(name)
+            plain.pop(name)
+    return plain
 
 
 def _before(words: Sequence[str], word: str) -> str:
@@ -176,6 +212,8 @@ def _of_recipe(recipe: str) -> dict[str, Any]:
 
 
 def _kind_of(run: Settings) -> str:
+    if run["dataset._target_"] is not None:
+        return "pretrain" if "GPTDataset" in str(run["dataset._target_"]) else "sft"
     is_finetuned = run["peft"] or run["dataset.dataset_root"] or run["dataset.dataset_name"]
     return "sft" if is_finetuned or any(name.startswith("peft.") for name in run.explicit) else "pretrain"
 
@@ -311,6 +349,25 @@ def _model(config: Translation, run: Settings, recipe: str, kind: str) -> None:
         config.lost.append(
             f"recipe: the sizes of {hf} are not known here; `mtrain init` copies configurations of models"
         )
+
+
+def _function(config: Translation, run: Settings) -> None:
+    """Sets the activation, the rope and the experts, each of which several fields describe."""
+    gated, activation = run["model.gated_linear_unit"], run["model.activation_func"]
+    if gated is not None or activation is not None:
+        key = (str(activation).rpartition(".")[2], is_on(run, "model.gated_linear_unit"))
+        origin = run.described("model.activation_func", "model.gated_linear_unit")
+        if key in _ACTIVATIONS:
+            config.put("model.activation", _ACTIVATIONS[key], origin)
+        else:
+            config.lost.append(f"{origin}: model.activation is one of {', '.join(_ACTIVATIONS.values())}")
+    if is_on(run, "model.rope_scaling"):
+        config.put("model.rope.scaling", "llama3", "model.rope_scaling")
+        config.put(
+            "model.rope.factor", number(run["model.rope_scaling_factor"]), run.origin("model.rope_scaling_factor")
+        )
+    if "model.num_layers" in run.explicit and run["model.num_moe_experts"] is None:
+        config.drop("model.experts")
 
 
 def _adapter(config: Translation, run: Settings) -> None:

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.kinds import sections_at
 from mtrain.config.schema.root import Config
 from mtrain.config.tables import table
 
@@ -39,33 +40,45 @@ def refuse_foreign(path: Path, content: Mapping[Any, Any]) -> str | None:
     """Returns the message for a file of another program in place of a configuration; None if it is none."""
     if _OF_ACCELERATE & content.keys():
         return f"{path}: this is an accelerate file; name it beside the arguments: mtrain from trl FILE {path}"
-    evidence = _evidence(content)
+    evidence, ours = _evidence(content)
     best = max(evidence, key=lambda verb: evidence[verb])
-    if evidence[best] < _LEAST:
+    if evidence[best] < max(_LEAST, ours):
         return None
-    return f"{path}: this is a {NAMES[best]} file; translate it: mtrain from {best} {path}"
+    return f"{path}: this is {_article(best)} {NAMES[best]} file; translate it: mtrain from {best} {path}"
 
 
 def refuse_other(path: Path, content: Mapping[Any, Any], program: str) -> str | None:
     """Returns the message for a file that is probably not of `program` but of another one; None otherwise."""
-    evidence = _evidence(content)
+    evidence, ours = _evidence(content)
     best = max(evidence, key=lambda verb: evidence[verb])
     own = next(verb for verb, name in NAMES.items() if name == program)
-    if not evidence[own] and set(content) <= Config.model_fields.keys():
+    if ours > evidence[best] and set(content) <= Config.model_fields.keys():
         return f"{path}: this is a configuration of mtrain, not of {program}; run: mtrain check {path} --world-size N"
     if evidence[best] < max(_LEAST, _CLEARLY * evidence[own]):
         return None
-    return f"{path}: this is a {NAMES[best]} file, not of {program}; translate it: mtrain from {best} {path}"
+    kind = f"{_article(best)} {NAMES[best]} file"
+    return f"{path}: this is {kind}, not one of {program}; translate it: mtrain from {best} {path}"
 
 
-def _evidence(content: Mapping[Any, Any]) -> dict[str, float]:
-    """Returns how many keys are each program's, by verb; a key of several programs counts for each of them in part."""
-    evidence = dict.fromkeys(_TABLES, 0.0)
+def _article(verb: str) -> str:
+    return "an" if verb in ("axolotl", "ms-swift") else "a"
+
+
+def _evidence(content: Mapping[Any, Any]) -> tuple[dict[str, float], int]:
+    """Returns how many keys are each program's, by verb, and how many are mtrain's own and so count for none.
+
+    A key of several programs counts for each of them in part.
+    """
+    evidence, ours = dict.fromkeys(_TABLES, 0.0), 0
     for key in _keys(content, ""):
+        *parents, last = key.split(".")
+        if any(last in section.model_fields for section in sections_at(tuple(parents))):
+            ours += bool(parents)  # names of sections, such as model and train, are too common
+            continue
         verbs = [verb for verb in _TABLES if key in _names(verb) or key.startswith(_prefixes(verb))]
         for verb in verbs:
             evidence[verb] += 1 / len(verbs)
-    return evidence
+    return evidence, ours
 
 
 def _keys(section: Mapping[Any, Any], prefix: str) -> Iterator[str]:

@@ -23,6 +23,7 @@ from tests.cli.command_line import call
 from tests.config.foreign.programs import PROGRAMS, head
 from tests.config.foreign.public_files import completed
 from tests.config.foreign.test_same_run import Carried, means, number, truth
+from tests.config.samples import content
 from tests.config.yaml_files import write
 from tests.messages import refuses
 
@@ -312,6 +313,44 @@ def test_null_is_no_default(tmp_path: Path) -> None:
     recipe = ["llama31_405b_pretrain_config", "model.virtual_pipeline_model_parallel_size=null"]
     assert from_megatron_bridge(recipe).get("layout.vpp") is None
     assert from_megatron_bridge(recipe[:1]).get("layout.vpp") == 2
+
+
+def test_a_whole_container_of_megatron_bridge(tmp_path: Path) -> None:
+    """A file that a run of Megatron-Bridge saved has every field of every class, and the names of the classes."""
+    fields = PROGRAMS["Megatron-Bridge"].fields()
+    kept = (str, int, float, list, dict, type(None))
+    given = {name: value for name, value in fields.items() if isinstance(value, kept) and not name.startswith("peft.")}
+    given |= {f"{section}._target_": "megatron.bridge.X" for section in ("model", "train", "optimizer", "scheduler")}
+    given |= {"dataset._target_": "megatron.bridge.training.config.GPTDatasetConfig", "dataset.blend": [["c4"], None]}
+    given |= {"dataset.split": "9,1,0", "dataset.seq_length": 4096, "mixed_precision.bf16": True, "peft": None}
+    given |= {"model.activation_func._target_": "torch.nn.functional.silu", "model.activation_func._call_": False}
+    given |= {"model.num_layers": 32, "model.hidden_size": 4096, "model.ffn_hidden_size": 14336}
+    given |= {"model.num_attention_heads": 32, "model.num_query_groups": 8, "model.vocab_size": 128256}
+    given |= {"model.normalization": "RMSNorm", "model.add_bias_linear": False, "model.gated_linear_unit": True}
+    given |= {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0, "model.rope_scaling": True}
+    given |= {"model.share_embeddings_and_output_weights": False, "model.position_embedding_type": "rope"}
+    given |= {"model.rope_scaling_factor": 8.0, "model.rotary_base": 500000, "model.seq_length": 4096}
+    given |= {"train.train_iters": 10, "train.global_batch_size": 8, "train.micro_batch_size": 1, "optimizer.lr": 1e-4}
+    given |= {"checkpoint.save": "runs/x", "optimizer.exp_avg_dtype._target_": "torch.float32"}
+    given |= {"optimizer.exp_avg_dtype._call_": False, "scheduler.start_weight_decay": 0.05}
+    found = PROGRAMS["Megatron-Bridge"].translate(given, tmp_path).checked(resolved)
+    assert found.missing == []
+    config = completed(found)
+    llama = Config.model_validate(content() | {"model": LLAMA})
+    assert config.model.model_copy(update={"megatron": {}}) == llama.model
+    assert (config.optimizer.weight_decay, config.train.precision, config.data.kind) == (0.05, "bf16", "indexed")
+    assert found.lost == [], found.lost
+
+
+LLAMA = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "vocab_size": 128256,
+    "rope": {"base": 500000, "scaling": "llama3", "factor": 8},
+}
 
 
 def test_the_verb_and_its_file(tmp_path: Path) -> None:
