@@ -47,12 +47,17 @@ def interrupt():
 threading.Thread(target=interrupt).start()
 mtrain.launch(mtrain.load_config([settings, {"run": {"dir": "long"}, "train": {"num_steps": 100000}}]), ranks=2)
 """
+FAULTY_RANKS = """
+Path("faulty.py").write_text("def loss(inputs): return 1 / 0")
+mtrain.launch(mtrain.load_config([settings, {"run": {"dir": "b"}, "loss": {"function": "faulty:loss"}}]), ranks=1)
+"""
 OPEN_ENGINE = "engine = mtrain.Engine(config)"
 MISTAKES = {
     "mtrain.load_config([settings, {'train': {'num_step': 5}}])": "ConfigError: train.num_step: ",
     "mtrain.train('run.yaml')": "ConfigError: train needs a Config from load_config, but got a str",
     "mtrain.plot('nowhere')": "DataError: nowhere/metrics.jsonl does not exist",
     "mtrain.launch(config, ranks=3)": "ConfigError: ",
+    FAULTY_RANKS: "MtrainError: ZeroDivisionError: division by zero",
     "mtrain.launch(mtrain.load_config(own), ranks=1)": "ConfigError: loss.function=__main__:stopping is defined in",
     "mtrain.train(mtrain.load_config([settings, away]))": "DataError: ",
     "mtrain.train(mtrain.load_config([settings, {'layout': {'tp': 2}}]))": "ConfigError: ",
@@ -75,7 +80,7 @@ def test_an_example_runs_and_its_page_shows_its_outputs(name: str, tmp_path: Pat
 
 
 def test_a_cell_shows_one_bar_one_sentence_and_the_state_after_an_interrupt(tmp_path: Path) -> None:
-    environment = {**program_environment(), "FORCE_COLOR": "1"}  # as a kernel sets it
+    environment = {**program_environment(tmp_path), "FORCE_COLOR": "1"}  # as a kernel sets it
     launched = "mtrain.launch(mtrain.load_config([settings, {'run': {'dir': 'other'}}]), ranks=1)"
     cells = code(SETTINGS, "config", "mtrain.train(config)", INTERRUPTED, "mtrain.train(mtrain.load_config(own))")
     found = executed([*cells, *code(launched, INTERRUPTED_RANKS, *MISTAKES)], tmp_path, environment)
@@ -109,8 +114,9 @@ def test_a_cell_shows_one_bar_one_sentence_and_the_state_after_an_interrupt(tmp_
     assert f"run long; state stopped for requeue: stopped by a signal after step {step}; step {step} of 100000" in said
     assert (tmp_path / "long" / "checkpoints" / f"step_{int(step):08d}" / "mtrain.json").exists()
 
-    for outputs, message in zip(mistakes, MISTAKES.values(), strict=True):
-        (error,) = outputs
+    for outputs, (source, message) in zip(mistakes, MISTAKES.items(), strict=True):
+        *lines, error = outputs
+        assert lines == [] or "launch" in source, "ranks have written lines of their own"
         (line,) = error["traceback"]
         assert line.startswith(message)
         assert os.linesep not in line
