@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import venv
 from functools import cache
 from pathlib import Path
 
@@ -99,3 +100,16 @@ if __name__ == "__main__":
     if found is None:
         sys.exit(f"error: pip cannot bring {OTHER_MEGATRON}; give it a package index")
     print(found)
+
+
+def python_with(folder: Path, *requirements: str) -> Path:
+    """Makes a Python in a new folder that sees this one's packages and some more; returns its program."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    own = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    # not the path alone: packages there may be named by .pth files as well
+    (own / "base.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    # --no-compile: only a few of their thousands of modules are imported, and are compiled then
+    line = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", *requirements]
+    subprocess.run(line, check=True, capture_output=True)
+    return python

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 from mtrain.base.version import SHARED
 from mtrain.config.derived import LAYOUT_DEPENDENT_KEYS
@@ -11,6 +11,7 @@ from mtrain.config.foreign.translation import Put, Settings, Translation, above_
 from mtrain.config.foreign.values import boolean, fitting, is_same, listed, number
 from mtrain.config.load import read_mapping
 from mtrain.config.schema.adapter import ALL_LINEAR, GROUPS, PARTS, SAVED_SYNONYMS, SYNONYMS
+from mtrain.config.schema.run import TrackerName
 from mtrain.config.tables import table
 
 SCHEDULES = {
@@ -84,12 +85,12 @@ def packing_of(batch: str) -> Put:
 
 def trackers(config: Translation, value: Any, name: str) -> None:
     """Sets the supported trackers of a list, and reports others."""
-    known = [tracker for tracker in listed(value) if tracker in ("wandb", "mlflow", "trackio")]
+    known = [tracker for tracker in listed(value) if tracker in get_args(TrackerName)]
     config.put("metrics.trackers", known or None, name)
     if unknown := [
         str(tracker) for tracker in listed(value) if tracker not in (*known, "tensorboard", "console", "none")
     ]:
-        config.lost.append(f"{name}={', '.join(unknown)}: only wandb, mlflow and trackio are supported")
+        config.lost.append(f"{name}={', '.join(unknown)}: only {', '.join(get_args(TrackerName))} are supported")
 
 
 def optimizer_of(config: Translation, value: Any, name: str) -> None:

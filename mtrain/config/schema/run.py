@@ -8,7 +8,7 @@ from pydantic import Field
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section
 
-TrackerName = Literal["wandb", "mlflow", "trackio"]
+TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab", "comet_ml", "aim"]
 """Import name of a tracker."""
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-import sysconfig
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import torch
 from mtrain.hf.configuration import load_config
 from tests.hf.folders import save
 from tests.paths import ROOT
+from tests.tools.wheels import python_with
 from tests.training.tasks.test_requests import letter_tokenizer
 
 TASKS: dict[str, dict[str, Any]] = {
@@ -72,16 +70,7 @@ metrics: {{tensorboard: false}}
 @pytest.fixture(scope="module")
 def python_with_lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Makes a Python that sees this one's packages, and lm-eval."""
-    folder = tmp_path_factory.mktemp("lm-eval")
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    own = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    # not the path alone: packages there may be named by .pth files as well
-    (own / "base.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    # --no-compile: only a few of its thousands of modules are imported, and are compiled then
-    line: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--no-compile", "lm-eval[hf]>=0.4.13,<0.5"]
-    subprocess.run(line, check=True, capture_output=True)
-    return python
+    return python_with(tmp_path_factory.mktemp("lm-eval"), "lm-eval[hf]>=0.4.13,<0.5")
 
 
 @pytest.fixture(scope="module")

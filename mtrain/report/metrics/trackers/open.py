@@ -227,6 +227,12 @@ def _opener(name: TrackerName, run: TrackedRun) -> Callable[[], Tracker]:
             return lambda: _MLflow(run)
         case "trackio":
             return lambda: _Trackio(run)
+        case "swanlab":
+            return lambda: _SwanLab(run)
+        case "comet_ml":
+            return lambda: _Comet(run)
+        case "aim":
+            return lambda: _Aim(run)
         case _:
             assert_never(name)
 
@@ -338,3 +344,112 @@ class _Trackio:
 
     def finish(self) -> None:
         self._run.finish()
+
+
+class _SwanLab:
+    """SwanLab; SWANLAB_MODE=offline writes below the run folder, for `swanlab sync`."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import swanlab
+
+        run_id = run.run_id("swanlab") or secrets.token_hex(10)
+        run.keep_run_id("swanlab", run_id)
+        # console output, packages and the machine may hold secrets
+        silent = dict.fromkeys(("hardware", "runtime", "requirements", "git", "swanlab", "monitor"), False)
+        self._run = swanlab.init(
+            project=re.sub(r"[^0-9a-zA-Z_\-+.]+", "-", run.project),  # it accepts no other letters
+            id=run_id,
+            resume="allow",
+            name=run.name,
+            description=run.notes,
+            tags=list(run.tags),
+            config=dict(run.config),
+            log_dir=str(run.folder / "swanlab"),
+            settings=swanlab.Settings(interactive=False, probe=silent, terminal={"proxy_type": "none"}),
+        )
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def log_text(self, step: int, tag: str, text: str) -> None:
+        import swanlab
+
+        self._run.log({tag: swanlab.Text(text)}, step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class _Comet:
+    """Comet; COMET_START_ONLINE=0 writes archives below the run folder, for `comet upload`."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import comet_ml
+
+        logging.getLogger("comet_ml").setLevel(logging.WARNING)
+        earlier = run.run_id("comet_ml")
+        run_id = secrets.token_hex(16) if earlier is None else earlier
+        run.keep_run_id("comet_ml", run_id)
+        # code, console output and the machine may hold secrets
+        silent = dict.fromkeys(("log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch"), False)
+        silent |= dict.fromkeys(("log_env_details", "auto_output_logging", "auto_log_co2"), False)
+        options = comet_ml.ExperimentConfig(
+            **silent,
+            auto_param_logging=False,
+            auto_metric_logging=False,
+            display_summary_level=0,
+            offline_directory=str(run.folder / "comet"),
+            name=run.name,
+            tags=list(run.tags),
+        )
+        self._run = comet_ml.start(project=run.project, experiment_key=run_id, experiment_config=options)
+        if earlier is None:
+            self._run.log_parameters(dict(run.config))
+            self._run.log_other("notes", run.notes)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log_metrics(dict(numbers), step=step)
+
+    def log_text(self, step: int, tag: str, text: str) -> None:
+        self._run.log_text(text, step=step, metadata={"tag": tag})
+
+    def finish(self) -> None:
+        self._run.end()
+
+
+class _Aim:
+    """Aim, in the repository that AIM_REPO names (a folder or aim://HOST:PORT), or in the run folder."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import aim
+
+        earlier = run.run_id("aim")
+        repository = os.environ.get("AIM_REPO", str(run.folder))
+        # console output and the machine may hold secrets
+        silent: dict[str, Any] = {"system_tracking_interval": None, "log_system_params": False}
+        self._run = aim.Run(
+            earlier,
+            repo=repository,
+            experiment=run.project,
+            force_resume=earlier is not None,  # a killed start leaves a lock
+            capture_terminal_logs=False,
+            **silent,
+        )
+        run.keep_run_id("aim", self._run.hash)
+        self._run.name, self._run.description = run.name, run.notes
+        if earlier is None:
+            self._run["config"] = dict(run.config)
+            for tag in run.tags:
+                self._run.add_tag(tag)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._run.track(float(value), name=name, step=step)
+
+    def log_text(self, step: int, tag: str, text: str) -> None:
+        import aim
+
+        self._run.track(aim.Text(text), name=tag, step=step)
+
+    def finish(self) -> None:
+        self._run.close()
