@@ -115,8 +115,8 @@ def test_a_cell_shows_one_bar_one_sentence_and_the_state_after_an_interrupt(tmp_
     assert (tmp_path / "long" / "checkpoints" / f"step_{int(step):08d}" / "mtrain.json").exists()
 
     for outputs, (source, message) in zip(mistakes, MISTAKES.items(), strict=True):
-        *lines, error = outputs
-        assert lines == [] or "launch" in source, "ranks have written lines of their own"
+        *others, error = outputs
+        assert others == [] or "launch" in source, "ranks have written lines of their own"
         (line,) = error["traceback"]
         assert line.startswith(message)
         assert os.linesep not in line
