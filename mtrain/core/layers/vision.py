@@ -62,7 +62,7 @@ class VisionTower(MegatronModule):
         table = torch.cat((features.new_zeros(1, self._width), features))
         # contiguous, as the next stage receives its input
         numbers = places.t().contiguous() + 1
-        rows, *deep = functional.embedding(numbers, table, padding_idx=0).split(self._hidden_size, dim=-1)
+        rows, *deep = torch.split(functional.embedding(numbers, table, padding_idx=0), self._hidden_size, dim=-1)
         return torch.where((numbers > 0).unsqueeze(-1), rows, embedded).contiguous(), deep
 
     def _features(self, images: MicrobatchImages) -> Tensor:
