@@ -362,8 +362,9 @@ def _with_lists(
 
 
 def _marked(parts: list[dict[str, str]]) -> list[dict[str, str]]:
-    if not any(part.get("text", "").strip() for part in parts):
-        parts = [*parts, {"type": "text", "text": "."}]  # beside images alone
+    has_image = any("text" not in part for part in parts)
+    if has_image and not "".join(texts_of(parts)).strip():
+        parts = [*parts, {"type": "text", "text": "."}]  # images alone have no text to mark
     marked = [{**part, "text": with_mark(part["text"], _PART)} if "text" in part else part for part in parts]
     return [{**part, _KEY: _KEY} for part in marked]
 
