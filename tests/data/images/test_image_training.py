@@ -1,4 +1,4 @@
-"""From files with images to losses: a run against transformers' own processor and model."""
+"""Losses of a run on files with images, against transformers' own processor and model."""
 
 from __future__ import annotations
 
