@@ -142,9 +142,7 @@ def _validation(config: Translation, run: Settings) -> None:
     elif strategy == "epoch":
         config.lost.append(f"{name}={strategy}: {_INTERVAL} is a number of steps")
     else:
-        config.drop("valid")
-        config.drop("data.valid")
-        config.drop("data.split")
+        config.drop("valid")  # what is held out is not trained on either way
 
 
 _INTERVAL = "valid.interval_steps"

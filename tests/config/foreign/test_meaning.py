@@ -238,6 +238,8 @@ def test_datasets_of_llamafactory(tmp_path: Path) -> None:
     found = from_llamafactory([*words.split(), "pairs", "--stage", "dpo"])
     assert found.get("data.train") == [{"path": "org/pairs"}]
     assert any("split=train[:10]" in line for line in found.lost)
+    held_out = from_llamafactory([*words.split(), "ours", "--val_size", "0.25"])
+    assert (held_out.get("data.split"), held_out.get("valid")) == ([0.75, 0.25, 0.0], None)  # without evaluation, too
     found = from_llamafactory([*words.split(), "chat,ours"])
     assert any("formats" in line for line in found.lost)
 
@@ -294,6 +296,8 @@ def test_what_is_refused(translate: Callable[[list[str]], Any], words: str, fact
         (from_trl, "trl sft --packing", "sft --packing true"),
         (from_trl, "python run_sft.py --packing", "sft --packing yes"),
         (from_torchtitan, "torchrun -m torchtitan.train --training.steps 5", "training.steps=5"),
+        (from_torchtitan, "training.tensor_parallel_degree=2", "--parallelism.tensor_parallel_degree 2"),
+        (from_torchtitan, "experimental.context_parallel_degree=2", "--parallelism.context_parallel_degree 2"),
         (from_torchtitan, "--checkpoint.enable", "--checkpoint.enable True"),
         (from_megatron_bridge, "--recipe qwen3_8b_sft_config rng.seed=1", "qwen3_8b_sft ++rng.seed=1"),
         (from_megatron_bridge, "rng.seed=1 logger.log_interval=${rng.seed}", "rng.seed=1 logger.log_interval=1"),
