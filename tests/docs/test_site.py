@@ -43,7 +43,7 @@ TOO_WIDE = """
   .filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.textContent.slice(0, 60))
 """
 BROKEN = """
-[...document.querySelectorAll('.md-content pre code')].flatMap(code => {
+[...document.querySelectorAll('.md-content pre code')].filter(code => !code.closest('.language-text')).flatMap(code => {
   const found = [], range = document.createRange(), nodes = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
   for (let node; node = nodes.nextNode();) for (const word of node.data.matchAll(/\\S+/g)) {
     range.setStart(node, word.index), range.setEnd(node, word.index + word[0].length);
