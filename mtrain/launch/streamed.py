@@ -24,10 +24,8 @@ _PREFIX = "error: "
 _OF_CODE = {
     kind.exit_code: kind
     for kind in vars(errors).values()
-    if isinstance(kind, type)
-    and issubclass(kind, MtrainError)
-    and kind.__base__ is MtrainError
-    and kind.exit_code != MtrainError.exit_code
+    if isinstance(kind, type) and issubclass(kind, MtrainError)
+    if kind.__base__ is MtrainError and kind.exit_code != MtrainError.exit_code
 }
 """Exit code -> the error that ends a run with it; code 1 has no error of its own."""
 
