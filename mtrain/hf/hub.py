@@ -11,6 +11,7 @@ Kind = Literal["model", "dataset"]
 _NAME = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _INSIDE = re.compile(r"(\w[\w.-]*/\w[\w.-]*(?:@[\w.-]+)?)/(.+)", re.ASCII)
 """Name of a dataset and a path or pattern inside it."""
+_OF_FILES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".arrow", ".model", ".txt", ".csv", ".bin", ".idx", ".yaml")
 _SNAPSHOT = re.compile(r"(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})", re.ASCII)
 """End of a snapshot's path in the cache; its folder is named after the commit."""
 
@@ -47,9 +48,12 @@ def _cache() -> Path:
 
 
 def how_to_download(name: str, kind: Kind = "model") -> str:
-    """Returns the end of a message about a missing path: the command that fetches it, if it may be a name."""
+    """Returns the end of a message about a missing path: the command that fetches it, if it may be a name.
+
+    A file, or a path in an existing folder, is rather misspelt.
+    """
     match = _NAME.fullmatch(name)
-    if match is None or Path(name).exists():
+    if match is None or Path(name).exists() or Path(match[1]).is_dir() or Path(name).suffix in _OF_FILES:
         return ""
     options = (" --repo-type dataset" if kind == "dataset" else "") + (f" --revision {match[3]}" if match[3] else "")
     return (

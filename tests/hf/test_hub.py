@@ -104,6 +104,12 @@ def test_a_command_fetches_what_is_missing(home: Path) -> None:
     assert "hf download org/name --repo-type dataset --local-dir datasets/name)" in how_to_download(
         "org/name", "dataset"
     )
+    Path("data").mkdir()
+    for path in ("data/chats", "corpora/train.jsonl", "corpora/a.parquet", "corpora/b.jsonl.gz", "../name", "a/b/c"):
+        assert how_to_download(path, "dataset") == "", "a local path"
+        with pytest.raises(DataError) as caught:
+            record_files(path)
+        assert "hf download" not in str(caught.value)
     with refuses(ConfigError, "hf download org/name --revision v2 --local-dir models/name"):
         load_config(content(model={"hf": "org/name@v2"}))
     with refuses(DataError, "hf download org/name --repo-type dataset --local-dir datasets/name"):
