@@ -84,7 +84,7 @@ def planted(fault: str, groups: Groups) -> Iterator[None]:
             change = mock.patch.object(DataParallel, "scale_gradients", scaled)
         case "places counted in a rank's slice":
 
-            def counted(self: Any, embedded: Tensor, images: Any, places: Tensor | None) -> Tensor:
+            def counted(self: Any, embedded: Tensor, images: Any, places: Tensor | None) -> Any:
                 if places is not None:
                     marked = places >= 0
                     places = torch.where(marked, marked.flatten().cumsum(0).view_as(places) - 1, -1)
