@@ -201,8 +201,10 @@ def test_runs_are_planned_with_their_adapters_and_packing() -> None:
     run = CONFIGS / "run" / "lora.yaml"
     code, text = call("plan", CONFIGS / "model" / "qwen2.5_7b.yaml", run, "--gpus", 8, "--json", "--top", 1)
     assert code == 0
-    frozen = json.loads(text)["choices"][0]["memory_bytes"]
-    assert frozen["gradients_bytes"] < frozen["weights_bytes"] / 20
+    (choice,) = json.loads(text)["choices"]
+    frozen = choice["memory_bytes"]
+    assert choice["layout"]["shard"] == "weights"  # so a rank has an eighth of the frozen weights
+    assert frozen["gradients_bytes"] < frozen["weights_bytes"] / 10
     code, text = call("plan", LLAMA, CONFIGS / "run" / "finetune_128k.yaml", "--gpus", 32, "--json", "--top", 1)
     assert code == 0
     assert json.loads(text)["choices"][0]["layout"]["cp"] > 1
