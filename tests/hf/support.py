@@ -360,7 +360,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "DeepSeek-V3, Kimi-K2 and K2.5, GLM-4.7-Flash (latent attention)": (
         *("deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite"),
     ),
-    "Qwen3-Next, Qwen3.5 and 3.6 (gated delta nets; images travel)": (
+    "Qwen3-Next, Qwen3.5 and 3.6 (gated delta nets; 3.5 and 3.6 with images)": (
         *("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
     ),
     "Nemotron-H, Nemotron 3 Nano (Mamba-2)": ("nemotron_h",),
