@@ -191,6 +191,7 @@ REVIEWED = {
     name: set(keys.split())
     for name, keys in {
         "attention_backend": "model.backend",
+        "metric_for_best_model": "valid.metric",
         "use_flash_attn": "model.backend",
         "flash_attention": "model.backend",
         "batch_size": "train.global_batch_size train.micro_batch_size",

@@ -112,7 +112,8 @@ def test_a_slow_link_is_shown_and_fails_nothing(pool: Pool) -> None:
     check.measure_links()
     assert check.results[0].passed
     assert check.links is not None
-    slow = {(each.source, each.target) for each in check.links.pairs if each.seconds > 0.3}
+    # a message waits 0.3 s, of which a rank that leaves the barrier late does not see all
+    slow = {(each.source, each.target) for each in check.links.pairs if each.seconds > 0.15}
     assert (0, 1) in slow
     from mtrain.verify.machine.links import link_lines
 
