@@ -21,25 +21,27 @@ from mtrain.config.schema.vision import VisionSection
 from mtrain.hf.schema.files import read_json
 
 PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
-"""Files that describe an image processor; transformers prefers the first one."""
+"""Files that describe an image processor; transformers prefers the first."""
 _WIDE_MODES = ("I", "F")
-"""First letters of the modes of Pillow with more than 8 bits a channel, all of them grey."""
+"""First letters of Pillow's modes with more than 8 bits per channel, all of them grey."""
 _PROGRAMS = ("EPS", "WMF")
-"""Formats that Pillow draws by another program."""
+"""Formats that Pillow renders with another program."""
 _LONGEST_FAULT = 200
 
 
 class Patches(NamedTuple):
+    """Patches of one image."""
+
     pixels: NDArray[np.float32]
-    """[patches, numbers of a patch], as in `pixel_values`."""
+    """[patches, elements of a patch], as in `pixel_values`."""
     grid: NDArray[np.int64]
     """[3]: frames, rows and columns, as in `image_grid_thw`."""
 
 
 class ImageProcessor:
-    """The image processor that AutoProcessor of transformers takes from a folder, loaded at the first image.
+    """Image processor that transformers' AutoProcessor takes from a folder; the first image loads it.
 
-    It reads, turns, converts and resizes images itself, so its patches are those of transformers.
+    transformers opens, rotates, converts and resizes the images, so the patches are the same as there.
     """
 
     def __init__(self, folder: Path, vision: VisionSection, limits: ImagesSection) -> None:
@@ -49,14 +51,14 @@ class ImageProcessor:
         self.image_token = vision.image_token
         """Id of the token that stands for a feature of an image."""
         files = {name: read_json(folder / name) for name in PROCESSOR_NAMES if (folder / name).is_file()}
-        # transformers resizes by torchvision where it is installed, and else by Pillow, with other pixels
+        # transformers resizes with torchvision if it is installed, otherwise with Pillow, which gives different pixels
         backend = "pillow" if find_spec("torchvision") is None else "torchvision"
         decisive = [files, self.image_token, self._merge_size, self._limits, backend]
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
-        """Identifies the patches that an image becomes."""
+        """Identifies how images are turned into patches."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the arguments; a process loads the processor itself."""
+        """Pickles the arguments only; each process loads the processor itself."""
         return ImageProcessor, self._arguments
 
     def num_features(self, grid: Sequence[int] | NDArray[np.int64]) -> int:
@@ -66,8 +68,8 @@ class ImageProcessor:
     def axes(self, ids: NDArray[np.int32], grids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the rotary positions of one document, [n, 3]: time, height and width, from 0.
 
-        A text token has the same number on all axes. An image takes the numbers from the one after the text before it,
-        by its own rows and columns of features; the text after it continues after the largest of them.
+        A text token has the same position on all axes. The positions of an image start after those of the previous text
+        and follow its rows and columns of features; the next text continues after the largest of them.
 
         Source: transformers 5.24, modeling_qwen3_5.py, get_rope_index.
 
@@ -76,11 +78,11 @@ class ImageProcessor:
             grids: Frames, rows and columns of the images in patches, [images, 3].
         """
         axes = np.empty((len(ids), 3), np.int64)
-        places = np.flatnonzero(ids == self.image_token)
+        image_tokens = np.flatnonzero(ids == self.image_token)
         token = position = feature = 0
         for grid in grids:
             frames, rows, columns = (int(grid[0]), *(int(size) // self._merge_size for size in grid[1:]))
-            first = int(places[feature])
+            first = int(image_tokens[feature])
             position = _count(axes[token:first], position)
             feature += frames * rows * columns
             token = first + frames * rows * columns
@@ -90,72 +92,74 @@ class ImageProcessor:
         return axes
 
     def check(self, content: bytes) -> None:
-        """Refuses an image that would lose its content silently, or fill the memory."""
+        """Refuses an image that would silently lose content or fill the memory."""
         Image = _pillow()  # noqa: N806 - a module
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(io.BytesIO(content)) as image:
-                    mode, form = image.mode, image.format
+                    mode, file_format = image.mode, image.format
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise DataError(f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels; scale it down") from None
         except Exception as fault:  # whatever a damaged file makes a decoder raise
             raise _unreadable(fault) from fault
-        if form in _PROGRAMS:
-            raise DataError(f"is {form}, a program rather than pixels; save it as PNG")
+        if file_format in _PROGRAMS:
+            raise DataError(f"is {file_format}, a program rather than pixels; save it as PNG")
         if mode.startswith(_WIDE_MODES):
             raise DataError(
-                f"has more than 8 bits a channel (Pillow's mode {mode}), which transformers would clip to white; "
+                f"has more than 8 bits per channel (Pillow's mode {mode}), which transformers would clip to white; "
                 "convert it to 8 bits"
             )
 
     def patches(self, content: bytes) -> Patches:
-        """Computes the patches of an image, the content of a file; errors do not say which image."""
+        """Computes the patches of an image from the content of its file; errors do not name the image."""
         processor = self._processor
         url = f"data:image/any;base64,{base64.b64encode(content).decode()}"
-        more = {} if set(self._limits.values()) == {None} else {"size": self._sizes(processor)}
+        options = {} if set(self._limits.values()) == {None} else {"size": self._sizes(processor)}
         try:
             # as in a conversation for AutoProcessor: the processor opens, turns and converts images in its own way
-            found = processor(processor.fetch_images([url]), return_tensors="np", **more)
+            outputs = processor(processor.fetch_images([url]), return_tensors="np", **options)
         except Exception as fault:
             raise _unreadable(fault) from fault
-        size, merge_size = np.shape(found["pixel_values"])[-1], getattr(processor, "merge_size", None)
-        if "image_grid_thw" not in found or merge_size != self._merge_size or size != self._vision.patch_elements:
+        size, merge_size = np.shape(outputs["pixel_values"])[-1], getattr(processor, "merge_size", None)
+        if "image_grid_thw" not in outputs or merge_size != self._merge_size or size != self._vision.patch_elements:
             raise DataError(
-                f"becomes patches of {size} numbers (merge_size={merge_size}) by {type(processor).__name__} of "
-                f"{self._folder}, but model.vision reads {self._vision.patch_elements} (merge_size="
+                f"becomes patches of {size} numbers (merge_size={merge_size}) with {type(processor).__name__} of "
+                f"{self._folder}, but model.vision needs {self._vision.patch_elements} (merge_size="
                 f"{self._merge_size}); set data.tokenizer to the folder of the model"
             )
-        return Patches(np.asarray(found["pixel_values"], np.float32), np.asarray(found["image_grid_thw"], np.int64)[0])
+        return Patches(
+            np.asarray(outputs["pixel_values"], np.float32), np.asarray(outputs["image_grid_thw"], np.int64)[0]
+        )
 
     def _sizes(self, processor: Any) -> dict[str, int]:
         """Returns the smallest and the largest area of a resized image, under the names that transformers uses."""
         sizes = {}
         for name, limit in self._limits.items():
-            own = dict(processor.size).get(name)
-            if own is None:
+            default = dict(processor.size).get(name)
+            if default is None:
                 raise DataError(
                     f"{type(processor).__name__} has no limits on pixels; remove data.images.min_pixels and max_pixels"
                 )
-            sizes[name] = own if limit is None else limit
+            sizes[name] = default if limit is None else limit
         if sizes["shortest_edge"] > sizes["longest_edge"]:
             raise DataError(
-                f"data.images.min_pixels={sizes['shortest_edge']} is above max_pixels={sizes['longest_edge']} (of "
-                f"{self._folder} where not set); change one of them"
+                f"data.images.min_pixels={sizes['shortest_edge']} is above max_pixels={sizes['longest_edge']} (a "
+                f"limit that is not set is that of {self._folder}); change one of them"
             )
         return sizes
 
     @cached_property
     def _processor(self) -> Any:
-        _pillow()  # transformers would say later, and less clearly, that it is missing
+        _pillow()  # a missing package would fail later in transformers, with a less clear message
         if not any((self._folder / name).is_file() for name in PROCESSOR_NAMES):
             raise DataError(
-                f"{self._folder} has no {' or '.join(reversed(PROCESSOR_NAMES))}, which says how its model reads "
-                "images; set data.tokenizer to the folder of a model that reads images"
+                f"{self._folder} has no {' or '.join(reversed(PROCESSOR_NAMES))}, which describe how its model "
+                "reads images; set data.tokenizer to the folder of a model that reads images"
             )
         try:
             from transformers import AutoImageProcessor
-        except ImportError as fault:  # as with a torchvision of another torch
+        except ImportError as fault:  # such as a torchvision for another torch
             raise MachineError(
                 f"transformers cannot load image processors ({_short(fault)}); install it again"
             ) from fault
@@ -169,7 +173,7 @@ class ImageProcessor:
 
 
 def _pillow() -> Any:
-    """Imports Pillow's module of images, and sees to transformers, which are needed for images only."""
+    """Returns Pillow's module `Image`; raises MachineError if Pillow or transformers is missing."""
     try:
         from PIL import Image
     except ModuleNotFoundError:
@@ -192,6 +196,6 @@ def _unreadable(fault: Exception) -> DataError:
 
 
 def _short(fault: Exception) -> str:
-    if type(fault).__name__ == "UnidentifiedImageError":  # whose text is the address of an object
+    if type(fault).__name__ == "UnidentifiedImageError":  # its text is the address of an object
         return "it is in no format that Pillow knows"
     return " ".join(str(fault).split())[:_LONGEST_FAULT] or type(fault).__name__

@@ -24,11 +24,11 @@ class Metric(NamedTuple):
 
     @property
     def is_of_tasks(self) -> bool:
-        """Whether tasks give it, not validation."""
+        """Whether tasks give the number, not validation."""
         return self.name is not None and "/" in self.name
 
     def of(self, results: Results) -> float | None:
-        """Returns its value in the results after a step; None if they do not include it.
+        """Returns the value in the results after a step; None if they do not include it.
 
         Raises:
             ConfigError: The tasks were evaluated, but have no such metric; on all ranks.
@@ -42,24 +42,25 @@ class Metric(NamedTuple):
                     if (value := record.tasks.get(str(self.name))) is not None:
                         return value
                     fault = ConfigError(
-                        f"valid.metric={self.name} is no result of the tasks; name one of {', '.join(record.tasks)}"
+                        f"valid.metric={self.name} is not a result of the tasks; choose one of "
+                        f"{', '.join(record.tasks)}"
                     )
                     fault.on_every_rank = True
                     raise fault
         return None
 
     def info(self, value: float, section: EvalSection) -> MetricInfo:
-        """Returns a value of tasks for a manifest; how they were asked is part of its name."""
-        asked = {"num_fewshot": section.num_fewshot, "limit": section.limit}
-        asked |= {"chat": True} if section.apply_chat_template else {}
-        parts = [f"{name}={option}" for name, option in asked.items() if option is not None]
+        """Returns a value of tasks for a manifest, whose name includes the options that change the value."""
+        options = {"num_fewshot": section.num_fewshot, "limit": section.limit}
+        options |= {"chat": True} if section.apply_chat_template else {}
+        parts = [f"{name}={option}" for name, option in options.items() if option is not None]
         name = " ".join([str(self.name), *parts])
         return MetricInfo(name=name, value=value, is_better_if_higher=self.is_better_if_higher)
 
 
 @dataclass
 class Patience:
-    """Counts the results of a metric that are no better than the best before them."""
+    """Counts the latest results of a metric that are not better than the best one."""
 
     metric: Metric
     section: ValidSection
@@ -74,20 +75,19 @@ class Patience:
         return self.section.patience is not None and self.num_waited >= self.section.patience
 
     def add(self, step: int, value: float | None) -> None:
-        """Counts the result after a step; None if there was none."""
+        """Counts the result after a step; None: the step has no result."""
         if value is None:
             return
         gain = math.inf if self.best is None else value - self.best[1]
         gain = gain if self.best is None or self.metric.is_better_if_higher else -gain
-        # a value that is not a number is never better
+        # a NaN is never better
         if gain > self.section.min_improvement and not math.isnan(value):
             self.best, self.num_waited = (step, value), 0
         else:
             self.num_waited += 1
 
     def read(self, path: Path) -> None:
-        """Counts the results of earlier starts in a file of metrics; those before a change of what they measure do not
-        compare."""
+        """Counts the results of earlier starts in a metrics file, since the last change of validation data or loss."""
         for record in read_records(path) if path.exists() else ():
             self._read(record)
 
@@ -101,6 +101,6 @@ class Patience:
         name = "the validation loss" if self.metric.name is None else self.metric.name
         step, value = (0, 0.0) if self.best is None else self.best
         return (
-            f"{name} has not been better than {value:.6g} of step {step} in {self.num_waited} results (valid.patience="
+            f"{name} has not improved on the {value:.6g} of step {step} in {self.num_waited} results (valid.patience="
             f"{self.section.patience})"
         )

@@ -1,6 +1,6 @@
-"""Images of a cache entry. An image in a file of its own stays there, under its digest; others are stored here.
+"""Images of a cache entry: references with digests for images in files, the content of all others.
 
-The patches of an image take ten to a hundred times the room of its file, so they are made anew whenever it is read.
+Patches of an image take ten to a hundred times as much space as its file, so they are computed at each read.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ def chunk_images(samples: Sequence[TokenizedSample]) -> tuple[ChunkImage, ...]:
 
 
 class ImageWriter:
-    """Writes the images of a new entry by `write`, which appends to an array; stores equal images once."""
+    """Writes the images of a new entry; `write` appends to an array. Stores equal images once."""
 
     def __init__(self, write: Callable[[str, NDArray[Any]], None]) -> None:
         self._write, self._size = write, 0
@@ -103,7 +103,7 @@ class ImageStore:
     """Images of an entry; thread-safe."""
 
     def __init__(self, folder: Path, arrays: Mapping[str, NDArray[Any]], folders: Sequence[Path]) -> None:
-        """`folder` is the entry's; `folders` are those of the data files, from which the paths of images count."""
+        """`folder` is the entry's folder; paths of images are relative to `folders`, those of the data files."""
         self._folder = folder
         nothing = np.empty(0, np.uint8)
         self._samples, self._spots = arrays["image_samples"], arrays["image_spots"].reshape(-1, 2)
@@ -120,7 +120,7 @@ class ImageStore:
         return slice(int(first), int(end))
 
     def read(self, index: int) -> Iterator[EncodedImage]:
-        """Reads the images of a sample; raises DataError if one is not what was stored."""
+        """Reads the images of a sample; raises DataError if the content of one has changed."""
         images = self.of_sample(index)
         for number in range(images.start, images.stop):
             frames, rows, columns = self.grids[number].tolist()
@@ -134,12 +134,10 @@ class ImageStore:
                 content = read_plain_file(path, _MOST_BYTES)
             except OSError as error:
                 raise DataError(f"the image {path} cannot be read: {error.strerror or error}; restore it") from error
-            fault = (
-                f"the image {path} was changed after the data were tokenised; start again, which tokenises them anew"
-            )
+            fault = f"the image {path} was changed after the data were tokenised; start again to tokenise them anew"
         else:
             content = self._bytes[begin:end].tobytes()
-            fault = f"{self._folder}: an image is not what was written; remove this folder, and check the disk"
+            fault = f"{self._folder}: an image has changed on disk; remove this folder, and check the disk"
         if hashlib.sha256(content).digest() != self._digests[number].tobytes():
             raise DataError(fault)
         return content

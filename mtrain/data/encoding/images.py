@@ -1,7 +1,7 @@
-"""Images of a record: the places in its messages, and their content.
+"""Images of a record: their positions in its messages, and their content.
 
-A part of a content names its image, as in {"type": "image", "path": ...}. The images of a column (`images`, or `image`
-for one) belong, in order, to each `<image>` in a text and each part without an image of its own.
+A part of a message's content can name its image: {"type": "image", "path": ...}. The images of a column (`images`, or
+`image` for a single one) belong, in order, to the placeholders: `<image>` in a text, or a part without an image.
 """
 
 import base64
@@ -25,7 +25,7 @@ PLACEHOLDER = "<image>"
 IMAGE_TYPES = ("image", "image_url")
 """Types of parts that are images."""
 ReadImage = Callable[[Mapping[str, Any], str], EncodedImage]
-"""Reads the image of a part, whose name is for messages."""
+"""Reads the image of a part (part, name of the part in messages)."""
 _SOURCES = ("image", "path", "url", "bytes", "base64", "image_url")
 _MOST_BYTES = 1 << 28
 """Largest image file."""
@@ -34,23 +34,23 @@ _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 
 
 def with_column(record: dict[str, Any]) -> dict[str, Any]:
-    """Moves the images of a column to their places in the messages; the counts must agree."""
+    """Moves the images of a column to their placeholders in the messages; raises DataError if the counts differ."""
     columns = [name for name in IMAGE_KEYS if name in record]
     messages = record.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        return record  # its reader refuses it
+        return record  # refused later, by the reader of messages
     if len(columns) > 1:
         raise DataError(f"has both {' and '.join(map(repr, columns))}, two columns of images; keep one")
     if not columns and any(map(_has_own_images, messages)):
-        return record  # with images of their own, texts may hold anything
+        return record  # if parts have their own images, `<image>` is ordinary text
     images = record[columns[0]] if columns else []
     images = images if isinstance(images, list) else [images]
     contents = [_parts(message.get("content")) for message in messages]
     count = sum(map(_is_place, (part for content in contents if isinstance(content, list) for part in content)))
     if count != len(images):
         raise DataError(
-            f"has {len(images)} image(s) in {columns[0] if columns else 'images'!r}, but {count} place(s) for one in "
-            f"its messages ({PLACEHOLDER} in a text, or a part of type image without an image); make the counts equal"
+            f"has {len(images)} image(s) in {columns[0] if columns else 'images'!r}, but {count} placeholder(s) in its "
+            f"messages ({PLACEHOLDER} in a text, or a part of type image without an image); make the counts equal"
         )
     left = iter(images)
     filled = [
@@ -122,8 +122,8 @@ def _source(part: Mapping[str, Any], name: str) -> bytes | str:
     """Returns the content of an image, or the path of its file."""
     keys = _source_keys(part)
     if unknown := sorted(part.keys() - {"type", *keys}):
-        raise DataError(f"{name} has the key {unknown[0]!r}, which is not read in an image; remove it")
-    if set(keys) == {"bytes", "path"}:  # as `datasets` stores an image, with the name that its file had
+        raise DataError(f"{name} has the key {unknown[0]!r}, which an image cannot have; remove it")
+    if set(keys) == {"bytes", "path"}:  # `datasets` stores the name of an image's file beside its content
         keys = ["bytes"]
     if len(keys) != 1:
         raise DataError(f"{name} has {' and '.join(keys) or 'no image'}; give one of {', '.join(_SOURCES)}")
@@ -132,11 +132,11 @@ def _source(part: Mapping[str, Any], name: str) -> bytes | str:
     if isinstance(value, bytes):
         return value
     if isinstance(value, Mapping):
-        if value.get("detail") in (None, "auto"):  # of OpenAI's form
+        if value.get("detail") in (None, "auto"):  # a key of OpenAI's form
             value = {inner: item for inner, item in value.items() if inner != "detail"}
         return _source({"type": "image", **value}, name)
     if not isinstance(value, str):
-        raise DataError(f"{name}.{key} is of type {type(value).__name__}, but must be a text; fix it")
+        raise DataError(f"{name}.{key} is of type {type(value).__name__}, but must be a string; fix it")
     return _content_of_text(value, key, name)
 
 
@@ -157,7 +157,7 @@ def _content_of_text(text: str, key: str, name: str) -> bytes | str:
 
 
 def _file(path: Path, name: str) -> tuple[bytes, Mapping[str, int] | None]:
-    """Reads an image; returns its content and its state, if that can be trusted."""
+    """Reads an image file; returns its content and its state, None if later changes might leave the state as it is."""
     began_ns = time.time_ns()
     try:
         state = state_of(path)

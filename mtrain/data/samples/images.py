@@ -1,4 +1,4 @@
-"""Images of samples: cuts that leave them whole, and the patches, places and positions of a piece."""
+"""Images of samples: cuts between images, and the patches, features and positions of a piece."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ from mtrain.hf.images import ImageProcessor
 
 
 def spans(cache: TokenCache, index: int, processor: ImageProcessor) -> NDArray[np.int64]:
-    """Returns the first token and the end of each image of a sample, [images, 2]."""
+    """Returns the token range (first, end) of each image of a sample, [images, 2]."""
     if cache.images is None:
         return np.empty((0, 2), np.int64)
     tokens = np.flatnonzero(cache.ids(index) == processor.image_token)
@@ -23,14 +23,17 @@ def spans(cache: TokenCache, index: int, processor: ImageProcessor) -> NDArray[n
 
 
 def outside(spans: NDArray[np.int64], cut: int, to: Literal["earlier", "later"]) -> int:
-    """Moves a cut before the token `cut` out of an image."""
+    """Moves a cut, which is before the token `cut`, to the beginning or the end of the image around it."""
     inside = spans[(spans[:, 0] < cut) & (cut < spans[:, 1])]
     return int(inside[0, 0 if to == "earlier" else 1]) if len(inside) else cut
 
 
 def split(spans: NDArray[np.int64], length: int, seq_length: int) -> list[tuple[int, int]]:
-    """Cuts a sample into pieces of at most seq_length + 1 tokens, (start, size), which overlap by one token; raises
-    DataError if an image is longer than a piece."""
+    """Cuts a sample into pieces (start, size) of at most seq_length + 1 tokens, which overlap by one token.
+
+    Raises:
+        DataError: An image is longer than a piece.
+    """
     pieces, start = [], 0
     while length - start > seq_length + 1:
         end = outside(spans, start + seq_length, "earlier")
@@ -47,7 +50,7 @@ def split(spans: NDArray[np.int64], length: int, seq_length: int) -> list[tuple[
 def encoded_images(
     record: TokenizedSample, start: int, end: int, processor: ImageProcessor
 ) -> tuple[EncodedImage, ...]:
-    """Returns the images among the tokens `start` to before `end` of a record, the last of which is only predicted."""
+    """Returns the images among the tokens [start, end) of a record; the last token is only predicted."""
     is_image = record.ids == processor.image_token
     counts = [int(is_image[:cut].sum()) for cut in (start, max(start, end - 1))]
     features = np.cumsum([processor.num_features(image.grid) for image in record.images])
@@ -64,7 +67,7 @@ def images_of(record: TokenizedSample, start: int, end: int, processor: ImagePro
     grids = np.array([image.grid for image in images], np.int64)
     if not np.array_equal(grids, [patch.grid for patch in patches]):
         raise DataError(
-            "is resized to other rows and columns than when the data were tokenised; use the same version of "
+            "is resized to different rows and columns than when the data were tokenised; use the same version of "
             "transformers, or remove the token cache (data.cache_dir)"
         )
     ids = record.ids[start : end - 1]

@@ -1,6 +1,6 @@
-"""lm-eval, which loads the tasks, writes their requests and computes their metrics; on the first rank only.
+"""Tasks, requests and metrics of lm-eval, on the first rank only.
 
-It is imported here alone, and only when called: it is an extra, and loads fifty packages.
+lm-eval is an extra of fifty packages, so only this module imports it, inside functions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _GENERATES = "generate_until"
 _KINDS = ("loglikelihood", "loglikelihood_rolling", "multiple_choice", _GENERATES)
-"""Kinds of tasks (`output_type`) that a model of text answers."""
+"""Values of a task's `output_type` that a model of text can answer."""
 
 
 class TaskResults(NamedTuple):
@@ -37,11 +37,11 @@ class TaskResults(NamedTuple):
 def refuse_missing_harness() -> None:
     """Raises ConfigError unless lm-eval is installed; does not import it."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("tasks are lm-eval's, which is not installed; pip install 'mtrain[eval]'")
+        raise ConfigError("tasks need lm-eval, which is not installed; run pip install 'mtrain[eval]'")
 
 
 class Harness:
-    """The tasks of a section, found and loaded once, so that a run refuses an unknown one before its first step."""
+    """Tasks of a section, loaded once, so that a run refuses an unknown task before its first step."""
 
     def __init__(self, section: EvalSection) -> None:
         """Loads the tasks and their data.
@@ -64,7 +64,7 @@ class Harness:
         kinds = {name: task.get_config("output_type") for name, task in self._tasks.items()}
         if wrong := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in _KINDS]:
             raise ConfigError(
-                f"{', '.join(wrong)} is not a task of text ({', '.join(_KINDS)}); remove it from the tasks"
+                f"{', '.join(wrong)} is not a task of text, whose output_type is one of {', '.join(_KINDS)}; remove it"
             )
         self.generates = _GENERATES in kinds.values()
         """Whether a task needs generated text."""
@@ -82,13 +82,13 @@ class Harness:
         of_tasks = {key.rpartition("/")[2]: is_higher for key, is_higher in known.items()}
         if name in self._groups and plain.rpartition("/")[2] in of_tasks:
             return of_tasks[plain.rpartition("/")[2]]
-        raise ConfigError(f"valid.metric={metric} is no metric of the tasks; name one of {', '.join(known)}")
+        raise ConfigError(f"valid.metric={metric} is not a metric of the tasks; choose one of {', '.join(known)}")
 
     def evaluate(self, model: TextModel, num_bootstraps: int = 0) -> TaskResults:
-        """Evaluates all tasks; the states of Python's and numpy's random numbers stay as they are.
+        """Evaluates all tasks; the random states of Python and numpy do not change.
 
         Args:
-            num_bootstraps: Draws from which the standard errors of some metrics are estimated; 0: none.
+            num_bootstraps: Number of resamples for the standard errors of some metrics; 0: no standard errors.
         """
         import lm_eval
 
@@ -113,8 +113,8 @@ class Harness:
         if unknown:
             where = f" or in {self._section.include_path}" if self._section.include_path is not None else ""
             raise ConfigError(
-                f"lm-eval knows no task {', '.join(unknown)}{where}; list the tasks by `lm-eval ls tasks`, or name the "
-                "folder of your own by --include-path (eval.include_path)"
+                f"lm-eval has no task {', '.join(unknown)}{where}; choose one that `lm-eval ls tasks` lists, or give "
+                "the folder of your own tasks with --include-path (eval.include_path)"
             )
         return list(dict.fromkeys(match for name in self._section.tasks for match in self._manager.match_tasks([name])))
 
@@ -160,7 +160,7 @@ def _adapter(model: TextModel) -> Any:
             if model.chat is None:
                 raise ConfigError(
                     "apply_chat_template needs a chat template, but the model has none (data.chat_template); "
-                    "leave it out"
+                    "remove the option"
                 )
             return model.chat(chat_history, add_generation_prompt)
 
@@ -183,7 +183,7 @@ def _random_states_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named_faults(verb: str) -> Iterator[None]:
-    """Turns any error of lm-eval, of the libraries that it calls or of a task's own code into one message."""
+    """Turns any error of lm-eval, its libraries or a task's own code into one message."""
     try:
         yield
     except MtrainError:
@@ -191,6 +191,6 @@ def _named_faults(verb: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())[:500]
         raise DataError(
-            f"lm-eval could not {verb} the tasks: {type(error).__name__}: {text}; correct the task, or make "
+            f"lm-eval could not {verb} the tasks: {type(error).__name__}: {text}; fix the task, or make "
             "its data available on this machine"
         ) from error

@@ -1,4 +1,4 @@
-"""The first rank leads: it alone runs lm-eval, and each call of the model is made by all ranks."""
+"""Leader and followers: only the first rank runs lm-eval, and all ranks make each of its calls of the model."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,12 +13,12 @@ Result = TypeVar("Result")
 
 
 class _Leader:
-    """`TaskModel` for the first rank, whose calls the other ranks make as well."""
+    """`TaskModel` of the first rank, which makes the other ranks repeat each call."""
 
     def __init__(self, model: TaskModel) -> None:
         self._model = model
         self.fault: Exception | None = None
-        """Error of a call, which the other ranks have met as well."""
+        """Error of a call, which the other ranks have raised as well."""
 
     def log_likelihoods(self, rows: Sequence[ScoredRow]) -> list[LogLikelihood]:
         return self._together(self._model.log_likelihoods, rows)
@@ -36,7 +36,7 @@ class _Leader:
 
 
 def led(model: TaskModel, action: Callable[[_Leader], Result]) -> Result:
-    """Runs `action` on the first rank, with a model whose calls all ranks make. Collective over the world.
+    """Runs `action` on the first rank; all ranks make its calls of the model. Collective over the world.
 
     Other ranks wait for the next call without a timeout.
 
@@ -44,7 +44,7 @@ def led(model: TaskModel, action: Callable[[_Leader], Result]) -> Result:
         Result of the action, on every rank.
 
     Raises:
-        MtrainError: The action raises it; on every rank.
+        MtrainError: The action raised it; every rank raises it.
     """
     if dist.get_rank() != 0:
         return _follow(model)  # type: ignore[no-any-return]
@@ -52,7 +52,7 @@ def led(model: TaskModel, action: Callable[[_Leader], Result]) -> Result:
     try:
         result = action(leader)
     except Exception as error:
-        if leader.fault is not None:  # the action may have replaced it by another
+        if leader.fault is not None:  # lm-eval may have wrapped it in another error
             raise leader.fault from None
         if not isinstance(error, MtrainError):
             raise

@@ -1,4 +1,4 @@
-"""A rank's model as tasks use it: log-likelihoods of continuations, and answers that end at given texts."""
+"""Interface of a rank's model for tasks: log-likelihoods of continuations, and answers that end at given texts."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.sampler import generate
 
 _TOKENS_OF_A_PASS = 8192
-"""Positions of a microbatch in a pass that scores rows; one row if it is longer."""
+"""Largest number of positions in a microbatch that scores rows; a longer row has its own microbatch."""
 _CACHED_TOKENS = 65_536
-"""Positions of the key/value cache, which bounds how many answers are in progress."""
+"""Positions of the key/value cache, which limit the number of simultaneous answers."""
 _ASKED = AskedScores(("likeliest",), temperature=1.0)
 
 
@@ -29,7 +29,7 @@ class ScoredRow(NamedTuple):
 
     ids: Sequence[int]
     num_scored: int
-    """Number of tokens of the continuation, which are the last ones; less than all, since the first has no context."""
+    """Number of tokens of the continuation, at the end of `ids`; the first of `ids` has no context."""
 
 
 class LogLikelihood(NamedTuple):
@@ -42,21 +42,21 @@ class LogLikelihood(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """How answers are drawn and where they end."""
+    """How answers are sampled and where they end."""
 
     max_new_tokens: int
     temperature: float = 0.0
-    """Divisor of the logits; 0 takes the likeliest token."""
+    """Divisor of the logits; 0: greedy decoding."""
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     stop_texts: tuple[str, ...] = ()
-    """Texts that end an answer as soon as it contains one."""
+    """Texts that end an answer as soon as it contains one of them."""
 
 
 class TaskModel:
     """Model of this rank with a tokenizer. Every method is collective over the world, and no layout changes its result
-    by more than rounding; weights, dropout and random states of a training run stay as they are."""
+    by more than rounding. Weights, dropout and random states of a training run do not change."""
 
     def __init__(self, model: RankModel, tokenizer: Tokenizer) -> None:
         """Raises ConfigError for a model that predicts no tokens."""
@@ -67,7 +67,7 @@ class TaskModel:
         self._model, self._tokenizer = model, tokenizer
 
     def log_likelihoods(self, rows: Sequence[ScoredRow]) -> list[LogLikelihood]:
-        """Scores each row's continuation. Rows of similar length share a pass, and equal rows are read once."""
+        """Scores each row's continuation. Rows of similar length share a forward pass; equal rows are computed once."""
         distinct = sorted({tuple(row.ids) for row in rows}, key=lambda ids: (-len(ids), ids))
         scores: dict[tuple[int, ...], tuple[list[float], list[bool]]] = {}
         for batch, config in self._batches(distinct):
@@ -79,7 +79,7 @@ class TaskModel:
         return [_of_continuation(*scores[tuple(row.ids)], row.num_scored) for row in rows]
 
     def answers(self, prompts: Sequence[Sequence[int]], drawing: Drawing) -> list[list[int]]:
-        """Returns the tokens of the answer to each prompt, with the token that ended it."""
+        """Returns the tokens of the answer to each prompt, including the token that ended it."""
         tick()
         longest = max((len(prompt) for prompt in prompts), default=0) + drawing.max_new_tokens
         self._model.sharded.gather_parameters()
@@ -89,30 +89,30 @@ class TaskModel:
         return [completion.token_ids for completion in completions]
 
     def _batches(self, rows: Sequence[tuple[int, ...]]) -> Iterator[tuple[Sequence[tuple[int, ...]], Config]]:
-        """Yields rows, the longest first, in global batches whose width fits them, with the configuration of each."""
+        """Yields global batches of rows, the longest first, each with a configuration of matching width."""
         layout, begin = self._model.groups.layout, 0
-        # divisible among context-parallel ranks, twice, and among tensor-parallel ranks; whole tiles of matrix products
+        # divisible by 2 cp and by tp; whole tiles of matrix products
         unit = 16 * layout.cp * layout.tp
         # enough microbatches to fill a pipeline
         num_microbatches = 2 * layout.pp if layout.pp > 1 else 1
         while begin < len(rows):
             width = -(-max(1, len(rows[begin]) - 1) // unit) * unit
             num_parts = layout.dp * num_microbatches
-            # no more than there are, since empty rows are computed as well
+            # no more than the remaining ones, since empty rows are computed as well
             num_rows = min(max(1, _TOKENS_OF_A_PASS // width), -(-(len(rows) - begin) // num_parts))
             size = num_rows * num_parts
             yield rows[begin : begin + size], self._with_rows(width, num_rows, size)
             begin += size
 
     def _with_rows(self, width: int, num_rows: int, size: int) -> Config:
-        """Returns the configuration of passes over `size` plain rows of tokens, whatever the run trains on."""
+        """Returns the configuration of a forward pass over `size` plain rows of tokens, whatever the run's data."""
         config = self._model.config
         rows = {"micro_batch_size": num_rows, "global_batch_size": size, "tokens_per_micro_batch": None}
         train, data = config.train.model_copy(update=rows), MockSection(kind="mock", seq_length=width)
         return config.model_copy(update={"train": train, "data": data, "loss": LossSection()})
 
     def _sampling(self, drawing: Drawing) -> SamplingParams:
-        # a text of n bytes is in the last n tokens as soon as its last byte is there
+        # a token has at least one byte, so a text of n bytes lies within the last n tokens
         window = max((len(text.encode()) for text in drawing.stop_texts), default=0) + 1
 
         def is_complete(ids: Sequence[int]) -> bool:

@@ -1,7 +1,7 @@
-"""The requests of a task, which are texts, on a model of tokens.
+"""Text requests of tasks, answered by a model of tokens.
 
-Special tokens, contexts that are cut at their beginning, windows of a long text and ends of answers are as in lm-eval's
-own model of transformers (`hf`).
+Special tokens, contexts truncated at their beginning, windows over long texts and ends of answers follow lm-eval's own
+model of transformers (`hf`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,13 +12,13 @@ from mtrain.hf.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer
 from mtrain.training.tasks.model import Drawing, LogLikelihood, ScoredRow
 
 MAX_NEW_TOKENS = 256
-"""Tokens of an answer if the task does not say."""
+"""Largest number of tokens of an answer if the task sets none."""
 _LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _IGNORED_KEYS = frozenset({"until", "do_sample", "temperature", "top_p", "top_k", *_LENGTH_KEYS})
 
 
 class Answering(Protocol):
-    """`TaskModel`, or the object that calls it on all ranks."""
+    """`TaskModel`, or the leader that calls it on all ranks."""
 
     def log_likelihoods(self, rows: Sequence[ScoredRow]) -> list[LogLikelihood]: ...
     def answers(self, prompts: Sequence[Sequence[int]], drawing: Drawing) -> list[list[int]]: ...
@@ -34,7 +34,7 @@ class TextModel(NamedTuple):
     ends: frozenset[int]
     """Tokens that end an answer."""
     chat: Callable[[Sequence[Mapping[str, Any]], bool], str] | None = None
-    """Function that writes a conversation by the model's chat template, with or without the beginning of an answer;
+    """Function that applies the model's chat template to a conversation, with or without the beginning of an answer;
     None if the run has no template."""
 
     def loglikelihood(self, requests: Sequence[tuple[str, str]]) -> list[LogLikelihood]:
@@ -44,15 +44,15 @@ class TextModel(NamedTuple):
             before, after = self._pair(context, continuation)
             if not after or len(after) > self.max_length:
                 raise DataError(
-                    f"the continuation {continuation[:60]!r} has {len(after)} tokens, but must have 1 to "
-                    f"{self.max_length}, which the model reads; change the task, or raise --max-length"
+                    f"the continuation {continuation[:60]!r} has {len(after)} tokens, but the model reads 1 "
+                    f"to {self.max_length}; change the task, or raise --max-length"
                 )
             rows.append(ScoredRow((before + after)[-(self.max_length + 1) :], len(after)))
         return self.model.log_likelihoods(rows)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """Returns the log-likelihood of each whole text; a text of more than max_length tokens is read in windows, in
-        which each token is predicted once."""
+        """Returns the log-likelihood of each whole text. Windows of max_length tokens divide a longer text and
+        predict each token once."""
         windows = [list(self._windows(self._encoded(text))) for text in texts]
         scores = iter(self.model.log_likelihoods([row for rows in windows for row in rows]))
         return [sum(next(scores).log_prob for _ in rows) for rows in windows]
@@ -62,7 +62,7 @@ class TextModel(NamedTuple):
         drawings = [self._drawing(options) for _, options in requests]
         answers = [""] * len(requests)
         for drawing in dict.fromkeys(drawings):
-            numbers = [number for number, own in enumerate(drawings) if own == drawing]
+            numbers = [number for number, other in enumerate(drawings) if other == drawing]
             room = self.max_length - drawing.max_new_tokens
             prompts = [self._encoded(requests[number][0])[-room:] or [self.prefix_id] for number in numbers]
             for number, ids in zip(numbers, self.model.answers(prompts, drawing), strict=True):
@@ -71,11 +71,11 @@ class TextModel(NamedTuple):
 
     @property
     def prefix_id(self) -> int:
-        """Token before a text without context."""
+        """Token that precedes a text without context."""
         return self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encodes both as one text, so that a token may span the border, and cuts after the context's tokens."""
+        """Encodes both as one text, so that a token may span the border, and splits after the context's tokens."""
         if not context:
             ids = self._encoded(continuation, begins=False)
             return (ids[:1], ids[1:]) if ids[:1] == [self.prefix_id] else ([self.prefix_id], ids)
@@ -85,7 +85,7 @@ class TextModel(NamedTuple):
         return before or [self.prefix_id], self._encoded(stripped + continuation)[len(before) :]
 
     def _encoded(self, text: str, begins: bool = True) -> list[int]:
-        """Encodes a text in which special tokens count as such; `begins`: after what the tokenizer puts before it."""
+        """Encodes a text, recognising special tokens; `begins`: whether to add the tokenizer's begin tokens."""
         tokenizer = self.tokenizer
         is_bare = not begins or text.startswith(tokenizer.name(self.prefix_id))
         if isinstance(tokenizer, SentencePieceTokenizer):
@@ -95,7 +95,7 @@ class TextModel(NamedTuple):
         return ids if is_bare else [*tokenizer.begin_ids, *ids]
 
     def _windows(self, ids: Sequence[int]) -> Iterator[ScoredRow]:
-        """Yields windows whose scored tokens are all of `ids`; all but the last have max_length."""
+        """Yields windows whose scored tokens add up to `ids`; all windows but the last score max_length tokens."""
         for begin in range(0, len(ids), self.max_length):
             end = min(begin + self.max_length, len(ids))
             # as much context as fits
@@ -108,7 +108,7 @@ class TextModel(NamedTuple):
         if unknown := sorted(options.keys() - _IGNORED_KEYS):
             raise ConfigError(
                 f"the task's generation_kwargs have {', '.join(unknown)}, but only {', '.join(sorted(_IGNORED_KEYS))} "
-                "are supported; remove it, or evaluate an export by lm-eval itself"
+                "are supported; remove the others, or evaluate an export with lm-eval itself"
             )
         until = options.get("until") or []
         texts = [until] if isinstance(until, str) else list(until)
@@ -116,8 +116,8 @@ class TextModel(NamedTuple):
         max_new_tokens = lengths[0] if lengths else MAX_NEW_TOKENS
         if not 0 < max_new_tokens < self.max_length:
             raise ConfigError(
-                f"the task asks for answers of {max_new_tokens} tokens, but context and answer have room for "
-                f"{self.max_length}; raise --max-length, or lower max_gen_toks of the task"
+                f"the task asks for answers of {max_new_tokens} tokens, but the model reads {self.max_length} for "
+                "context and answer; raise --max-length, or lower max_gen_toks of the task"
             )
         temperature = 0.0 if options.get("do_sample") is False else float(options.get("temperature") or 0.0)
         if options.get("do_sample") is True and "temperature" not in options:

@@ -31,9 +31,9 @@ from mtrain.training.tasks.model import TaskModel
 from mtrain.training.tasks.requests import Answering, TextModel
 
 _NUM_BOOTSTRAPS = 100_000
-"""Draws for standard errors, lm-eval's own number; none while a run trains, which waits for them."""
+"""Resamples for standard errors, as many as in lm-eval; none during training, which would have to wait for them."""
 _DEFAULT_LENGTH = 2048
-"""Tokens that a Hugging Face model reads if its config.json does not say, as in lm-eval."""
+"""Context length of a Hugging Face model whose config.json has none, as in lm-eval."""
 _LENGTH_KEYS = ("n_positions", "max_position_embeddings", "n_ctx")
 
 
@@ -41,7 +41,7 @@ def evaluate_model(path: Path, section: EvalSection, max_length: int | None = No
     """Evaluates a model on disk, with several ranks on the layout of its run. Collective over the world.
 
     Args:
-        max_length: Largest number of tokens that the model reads; None: as its config.json says, else data.seq_length.
+        max_length: Largest number of tokens that the model reads; None: that of config.json, else data.seq_length.
 
     Returns:
         Results, the same on all ranks.
@@ -87,7 +87,7 @@ def _opened(section: EvalSection) -> Harness | None:
 
 
 def _context_length(origin: Path | None, otherwise: int) -> int:
-    """Returns the number of tokens that a model's config.json says it reads, or another if it does not say."""
+    """Returns the context length in a model's config.json, or `otherwise` if it has none."""
     if origin is None:
         return otherwise
     content = read_json(origin / "config.json")
@@ -118,7 +118,7 @@ class RunTasks:
         """
         config = model.config
         self.metric = Metric(config.valid.metric)
-        """What decides the best checkpoints."""
+        """Number that decides the best checkpoints."""
         self.due = Due()
         if not config.eval.tasks:
             return
