@@ -1,8 +1,8 @@
-"""Images of a sample, and of a microbatch: patches for the vision tower, and the positions that its features take.
+"""Images of a sample, and of a microbatch: patches for the vision tower, and the positions of its features.
 
-The tower turns the patches of an image into features, `merge` x `merge` patches of a frame into one. A feature replaces
-the embedding of one token, the placeholder. Numbers of features count over all images of a sample (in a microbatch over
-all its samples), in the order of `grids`.
+The tower turns `merge` x `merge` neighbouring patches of an image into one feature. A feature replaces the embedding of
+one token, the placeholder. Features are numbered over all images of a sample (of a microbatch: over all its samples),
+in the order of `grids`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleImages:
-    """Images of one sample of n tokens, all of which are whole."""
+    """Images of one sample of n tokens, which contains all tokens of each image."""
 
     pixels: NDArray[np.float32]
     """[patches, patch_size]: flattened patches of all images in order, as an image processor of transformers returns
@@ -27,10 +27,10 @@ class SampleImages:
     grids: NDArray[np.int64]
     """[images, 3]: frames, rows and columns of each image, in patches (`image_grid_thw`)."""
     places: NDArray[np.int64]
-    """[n]: number in the sample of the feature that replaces the embedding at each token; -1 for text."""
+    """[n]: number of the feature that replaces each token's embedding, counted in the sample; -1 for text."""
     axes: NDArray[np.int64]
-    """[n, 3]: rotary positions (time, height, width) of each token, from 0 in the sample; where data.isolate_documents
-    separates the documents of a sample, from 0 in each document."""
+    """[n, 3]: rotary positions (time, height, width) of each token, from 0 in the sample; from 0 in each document if
+    data.isolate_documents separates the documents of a sample."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,6 @@ class MicrobatchImages:
     grids: Tensor
     """[images, 3] int64, on the CPU and never sliced."""
     places: Tensor
-    """[batch, seq] int64: number in the microbatch of the feature that replaces the embedding; -1 for text."""
+    """[batch, seq] int64: number of the feature that replaces the embedding, counted in the microbatch; -1 for text."""
     axes: Tensor
     """[batch, seq, 3] int64: rotary positions (time, height, width) in the document."""

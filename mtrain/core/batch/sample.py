@@ -18,7 +18,7 @@ HERE = Path()
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An image of a sample, not yet cut into patches."""
+    """Image of a sample, before it is cut into patches."""
 
     content: bytes
     """Content of an image file, such as PNG."""

@@ -58,7 +58,7 @@ def build_model(config: Config, groups: Groups, weights_follow: bool = False, in
         case "weights" | "optimizer":
             if groups.layout.shard == "weights":
                 for chunk in chunks:
-                    # what learns is small, and several sets of it take turns
+                    # trained parameters are few, and several sets of them take turns
                     divide_weights(chunk, groups, translated.params_dtype, only_frozen=True)
             sharded = DataParallel(config, groups, translated, modules, in_float64)
         case _ as never:

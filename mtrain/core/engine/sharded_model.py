@@ -69,7 +69,7 @@ class ShardedModel(Protocol):
         """Builds AdamW for the weights that this rank updates; its `.grad` are views of the gradients here."""
 
     def take_weights(self, inner: MegatronOptimizer) -> None:
-        """Makes the main weights those that compute, which were set from outside."""
+        """Copies the weights that compute, which were set from outside, into the main weights."""
 
     def slices(self, part: Any) -> Iterator[FlatSlice]:
         """Yields the slices that this rank updates by one of the `chained_optimizers` of the optimizer."""
@@ -119,8 +119,7 @@ class DataParallel:
         chunks: Sequence[nn.Module],
         in_float64: bool = False,
     ) -> None:
-        """Moves what learns in the chunks, which are in the run's precision, into buffers; `translated` holds
-        megatron-core's callbacks for them."""
+        """Moves the trained parameters of the chunks into buffers; `translated` holds megatron-core's callbacks."""
         self._config, self._groups = config, groups
         self._settings = ddp_config(config, groups.layout)
         self._settings.grad_reduce_in_fp32 = not in_float64

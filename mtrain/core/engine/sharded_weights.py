@@ -33,7 +33,7 @@ class ShardedWeights:
         computes_in: torch.dtype,
         chunks: Sequence[LanguageModel],
     ) -> None:
-        """Divides the weights of the chunks, which are in the precision that computes."""
+        """Divides the weights of the chunks; `computes_in` is their dtype."""
         self._train, self._section, self._groups = train, optimizer, groups
         self._chunks = chunks
         self._facades: list[Any] = [_Facade(chunk, divide_weights(chunk, groups, computes_in)) for chunk in chunks]
@@ -52,7 +52,7 @@ class ShardedWeights:
         return True
 
     def optimizer(self) -> MegatronOptimizer:
-        # shards are float32 whatever computes, so it is an optimizer without copies; that of fp16 scales the loss
+        # shards are float32 in every precision, so the optimizer needs no copies; that of fp16 scales the loss
         train = self._train.model_copy(update={} if self._train.precision == "fp16" else {"precision": "fp32"})
         translated = optimizer_config(self._section, train, _Facade.ddp_config)
         overrides = {} if self._section.decay_norms_and_biases else get_standard_config_overrides(translated)
@@ -72,9 +72,9 @@ class ShardedWeights:
             each.main.copy_(each.main.to(each.stand_in.dtype))
 
     def slices(self, part: Any) -> Iterator[FlatSlice]:
-        found = {id(each.main): each.stand_in for each in self._learning}
+        stand_ins = {id(each.main): each.stand_in for each in self._learning}
         for main in part.get_parameters():
-            stand_in: Any = found[id(main)]
+            stand_in: Any = stand_ins[id(main)]
             yield FlatSlice(stand_in, main, stand_in.held.start, stand_in.held.end)
 
     def zero_grad(self) -> None:
@@ -99,7 +99,7 @@ class ShardedWeights:
             gradient.mul_(factor)
 
     def local_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # sums over ranks follow each layer's backward pass, so what a rank adds never exists for all parameters
+        # each layer's backward pass sums over ranks, so one rank's own gradients never exist for all parameters
         yield from ()
 
     def whole_gradients(self) -> dict[Tensor, Tensor]:

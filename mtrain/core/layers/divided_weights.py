@@ -1,11 +1,11 @@
-"""Weights that the ranks of DP x CP divide, and torch's fully_shard gathers layer by layer.
+"""Weights divided over the ranks of DP x CP, which torch's fully_shard gathers layer by layer.
 
-Each rank holds some rows of every parameter: of those that learn in float32, as main weights, of frozen ones as they
-compute. Before a layer computes, forward or backward, its rows are gathered in the run's precision; afterwards they are
-freed. Gradients are summed over the ranks in float32, and each rank keeps those of its rows.
+Each rank holds some rows of every parameter: of trained ones in float32, as main weights, of frozen ones in the dtype
+that computes. Before a layer computes, forward or backward, its rows are gathered in the run's precision; afterwards
+they are freed. Gradients are summed over the ranks in float32, and each rank keeps those of its rows.
 
-Embeddings and output layer stay gathered from the beginning of a forward pass to the end of its backward pass: the loss
-multiplies by the table after the model's forward pass has ended, where fully_shard would no longer see its gradient.
+The output layer, or a tied embedding, stays gathered from the beginning of a forward pass to the end of its backward
+pass: the loss multiplies by it after the model's forward pass has ended, and fully_shard would then miss its gradient.
 """
 
 import contextlib
@@ -47,17 +47,17 @@ class Divided(NamedTuple):
 
 @contextlib.contextmanager
 def matrices_without_memory() -> Iterator[None]:
-    """Builds layers inside the block whose matrices have no memory until `divide_weights` divides them, so that a rank
-    never holds a whole stage. Tables have theirs: they are gathered for whole passes anyway."""
+    """Inside the block, matrices of new layers have no memory until `divide_weights` divides them, so that a rank never
+    holds a whole stage. Tables have memory, since they are gathered for whole passes anyway."""
 
-    def let_go(holder: nn.Module, name: str, built: nn.Module) -> None:
-        # experts choose a product by the device of their stacks, while they are built
+    def without_memory(holder: nn.Module, name: str, built: nn.Module) -> None:
+        # while they are built, experts choose a product by the device of their stacks
         for module in () if isinstance(built, Stack) else built.modules():
             matrix = module._parameters.get("weight")
             if matrix is not None and matrix.dim() > 1 and not isinstance(module, _TABLES):
                 module._parameters["weight"] = stand_in_of(matrix)
 
-    handle = register_module_module_registration_hook(let_go)
+    handle = register_module_module_registration_hook(without_memory)
     try:
         yield
     finally:
@@ -67,8 +67,8 @@ def matrices_without_memory() -> Iterator[None]:
 def divide_weights(
     chunk: LanguageModel, groups: Groups, computes_in: torch.dtype, only_frozen: bool = False
 ) -> list[Divided]:
-    """Divides the parameters of a chunk, or only frozen ones, which are in the precision that computes. The numbers of
-    matrices without memory are unknown until they are drawn or loaded.
+    """Divides the parameters of a chunk, or only the frozen ones. Matrices without memory have undefined values until
+    they are initialised or loaded.
 
     Raises:
         ConfigError: A parameter computes in another precision than `computes_in`.
@@ -82,10 +82,10 @@ def divide_weights(
         cast_forward_inputs=False,  # angles stay in float32
     )
     for name, each in stand_ins.items():
-        # products widen frozen matrices themselves in a float32 run (adapter.base_dtype)
+        # in a float32 run, layers themselves widen frozen matrices (adapter.base_dtype)
         if each.dtype != computes_in and (each.requires_grad or policy.param_dtype is not None):
             raise ConfigError(
-                f"{name} does not compute in the precision of the run, as layout.shard=weights needs; set "
+                f"{name} does not compute in the precision of the run, which layout.shard=weights needs; set "
                 "layout.shard=optimizer"
             )
     kind = groups.device.type
@@ -96,12 +96,12 @@ def divide_weights(
         for parameter in module.parameters():
             if parameter.requires_grad and parameter not in whole and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(widest)  # in one unit at a time
-        # the model itself stays gathered: it has what the loss multiplies by
+        # the root unit stays gathered, since it has the table that the loss multiplies by
         stays = module is chunk
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays, ignored_params=whole)
     for module in chunk.modules():
         if isinstance(module, FSDPModule):
-            # Neither is recursive. Sums: gradients are divided once, by the denominator (core/engine/finalize.py).
+            # Neither is recursive. Sums, as gradients are divided once, by the denominator (core/engine/finalize.py).
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     divided = ((name, each) for name, each in chunk.named_parameters() if name in stand_ins)
@@ -109,15 +109,15 @@ def divide_weights(
 
 
 def free_gathered(chunks: Iterable[nn.Module]) -> None:
-    """Frees weights that are still gathered, which would be used again although they may have changed since.
+    """Frees weights that are still gathered, so that no later pass uses old values.
 
-    Also forgets forward passes without a backward pass, of which fully_shard keeps a list. Does nothing to chunks that
-    are not divided.
+    Also clears fully_shard's list of forward passes without a backward pass. Does nothing to chunks that are not
+    divided.
     """
     for chunk in chunks:
         state = chunk._get_fsdp_state() if isinstance(chunk, FSDPModule) else None
         if state is not None and state._is_root:  # set by the first forward pass, before which nothing is gathered
-            state._root_post_backward_final_callback()  # which torch calls where a backward pass ends
+            state._root_post_backward_final_callback()  # torch calls it at the end of a backward pass
 
 
 def _give_memory(unit: nn.Module, device: torch.device) -> None:
@@ -143,14 +143,14 @@ def _with_rows(name: str, parameter: Any, stand_in: Any, groups: Groups) -> Divi
 
 
 def _units(chunk: LanguageModel) -> Iterator[nn.Module]:
-    """Yields the modules whose parameters are gathered together, inner ones first; all are used inside their own
+    """Yields the modules whose parameters are gathered together, inner ones first; each is used only inside its own
     forward pass."""
     for module in reversed(list(chunk.modules())):
         if isinstance(module, TransformerLayer | Depth | Experts):
             yield module
     if not chunk.share_embeddings_and_output_weights and hasattr(chunk, "embedding"):
         yield chunk.embedding
-    # its own unit, although it has only a norm: the backward pass begins at its output, a tensor, also where layers
-    # are recomputed in a backward pass of their own, which must not take itself for the end of the step
+    # its own unit, although it has only a norm: the backward pass begins at its output, a tensor, even if recomputed
+    # layers run backward passes of their own, which must not count as the end of the step
     yield chunk.decoder
     yield chunk

@@ -24,7 +24,7 @@ ShardedParameter: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 class HeldRows(NamedTuple):
-    """Rows of a parameter that this rank holds, where the ranks of DP x CP divide it."""
+    """Rows that this rank holds of a parameter divided over DP x CP."""
 
     main: Tensor
     """[rows, ...], which the optimizer updates."""
@@ -49,28 +49,28 @@ def stand_in_of(parameter: nn.Parameter) -> Any:
 
 
 def divide(parameter: Any, stand_in: Any, held: HeldRows) -> None:
-    """Notes which rows this rank holds of `parameter`, a DTensor with the given stand-in."""
+    """Records the rows that this rank holds of `parameter`, a DTensor, on it and on its stand-in."""
     parameter.stand_in, stand_in.held = stand_in, held
 
 
 def held_rows(parameter: Any) -> HeldRows | None:
-    """Returns what this rank holds of a divided parameter, given by itself or its stand-in; None for all others."""
+    """Returns the rows that this rank holds of a divided parameter or of its stand-in; None for other parameters."""
     return getattr(getattr(parameter, "stand_in", parameter), "held", None)
 
 
 def held_values(parameter: Tensor) -> Tensor:
-    """Returns what this rank holds of a parameter, [rows, ...], in memory that may be written to; all of it if it is
-    not divided."""
+    """Returns the rows that this rank holds of a parameter, [rows, ...], as writable memory; the whole parameter if it
+    is not divided."""
     held = held_rows(parameter)
     return parameter if held is None else held.main
 
 
 @torch.no_grad()
 def gathered_rows(parameter: Tensor, values: Tensor) -> Tensor:
-    """Gathers the rows of a divided parameter, or of its gradient, to its whole shape; returns `values` of others. One
-    all-gather over the ranks that divide it.
+    """Gathers the rows of a divided parameter, or of its gradient, to its whole shape: one all-gather over the ranks
+    that divide it. Returns `values` for other parameters.
 
-    DTensor's `full_tensor` might use the process groups of an earlier engine of this process, by its cache of meshes.
+    DTensor's `full_tensor` caches meshes, so it might use the process groups of an earlier engine of this process.
 
     Args:
         values: Rows that this rank holds, [rows, ...].
@@ -86,7 +86,7 @@ def gathered_rows(parameter: Tensor, values: Tensor) -> Tensor:
 
 
 def rows_of_rank(parameter: Tensor, group: dist.ProcessGroup) -> int:
-    """Returns the number of rows of each rank but the last ones, as torch.chunk divides them."""
+    """Returns the number of rows of a rank, as in torch.chunk; the last ranks may have fewer."""
     return -(-parameter.shape[0] // group.size())
 
 
@@ -143,7 +143,7 @@ def sharded_parameters(
 
 @contextlib.contextmanager
 def _stand_ins(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Puts stand-ins in the place of divided parameters inside the block."""
+    """Replaces divided parameters by their stand-ins inside the block."""
     modules = [module for model in models for module in model.modules()]
     for module in modules:
         if isinstance(module, FSDPModule):

@@ -1,8 +1,8 @@
-"""The vision tower on the first pipeline stage: transformers' own module, and where its features go.
+"""Vision tower on the first pipeline stage: transformers' own module, whose features replace embeddings.
 
-Ranks that see the same rows share the work: each encodes whole images, about as many patches as the others, and all
-get all features. In the backward pass each gets the gradient of its features as a sum over these ranks, so gradients of
-the tower are sums over all ranks, like those of other replicated parameters.
+Ranks that see the same rows share the work: each encodes some of the images, with about as many patches as the other
+ranks, and an all-gather gives all features to all of them. In the backward pass the gradient of a feature is summed
+over these ranks, so gradients of the tower are sums over all ranks, like those of other replicated parameters.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from mtrain.core.ranks.groups import Groups, to_device
 
 
 class VisionTower(MegatronModule):
-    """Encodes images, and puts their features in the place of embeddings."""
+    """Encodes images, and replaces embeddings by their features."""
 
     def __init__(self, section: VisionSection, hidden_size: int, config: TransformerConfig, groups: Groups) -> None:
         super().__init__(config=config)
@@ -38,7 +38,7 @@ class VisionTower(MegatronModule):
         for name, parameter in self.tower.named_parameters():
             is_frozen = section.freeze_projector if name.startswith(PROJECTOR) else section.freeze_tower
             parameter.requires_grad_(not is_frozen)
-            # each rank of TP encodes other images then, so finalize_model_grads must sum the gradients
+            # each rank of TP then encodes other images, so finalize_model_grads must sum the gradients
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
@@ -49,59 +49,59 @@ class VisionTower(MegatronModule):
         Args:
             embedded: Embeddings of this rank's positions, [positions, batch, hidden].
             images: Images of the microbatch; None for text.
-            places: Feature of each of these positions, [batch, positions]; -1 for text. None for text.
+            places: Feature at each of these positions, [batch, positions]; -1 for text. None for text.
 
         Returns:
-            The result, and what is added after each of the first layers of the language model, of the same shape and 0
-            for text; nothing for a microbatch of text.
+            The embeddings, and the features that are added after each of the first layers of the language model, of the
+            same shape and 0 for text; an empty list for a microbatch of text.
         """
         if images is None or places is None:
             return self._connected(embedded), []
         features = self._features(images).to(embedded.dtype)
-        # a row for all text, which gets no gradient
+        # the first row is for text and gets no gradient
         table = torch.cat((features.new_zeros(1, self._width), features))
-        # contiguous, as the next stage receives its input
+        # contiguous, since the next stage receives a contiguous tensor
         numbers = places.t().contiguous() + 1
         rows, *deep = torch.split(functional.embedding(numbers, table, padding_idx=0), self._hidden_size, dim=-1)
         return torch.where((numbers > 0).unsqueeze(-1), rows, embedded).contiguous(), deep
 
     def _features(self, images: MicrobatchImages) -> Tensor:
-        """Returns the features of all images of the microbatch, [features, hidden], followed in each row by those of
-        deeper layers. Collective over the ranks that share the work."""
+        """Returns the features of all images, [features, hidden x (1 + deeper layers)]. Collective over the ranks that
+        share the work."""
         patches = images.grids.prod(dim=1).tolist()
         shares = divided(patches, self._sharing.size())
-        own = shares[self._sharing.rank()]
-        if own:
-            features = self._encoded(images, patches, own)
+        share = shares[self._sharing.rank()]
+        if share:
+            features = self._encoded(images, patches, share)
         else:
             dtype = next(self.tower.parameters()).dtype
             features = self._connected(torch.zeros(0, self._width, dtype=dtype, device=self._device))
         if len(shares) == 1:
             return features
         counts = [patch_count // self._per_feature for patch_count in patches]
-        longest = max(sum(counts[image] for image in share) for share in shares)
+        longest = max(sum(counts[image] for image in numbers) for numbers in shares)
         padded = functional.pad(features, (0, 0, 0, longest - len(features)))
         gathered = gather_from_sequence_parallel_region(padded, group=self._sharing)
         rows: dict[int, range] = {}
-        for rank, share in enumerate(shares):
+        for rank, numbers in enumerate(shares):
             begin = rank * longest
-            for image in share:
+            for image in numbers:
                 rows[image] = range(begin, begin + counts[image])
                 begin += counts[image]
         order = torch.tensor([row for image in range(len(counts)) for row in rows[image]])
         return gathered[to_device(order, self._device)]
 
-    def _encoded(self, images: MicrobatchImages, patches: list[int], own: list[int]) -> Tensor:
-        """Returns the features of the images with these numbers, one after another."""
-        every = torch.split(images.pixels, patches)
-        pixels = to_device(torch.cat([every[image] for image in own]), self._device)
-        grids = to_device(images.grids[own], self._device)
+    def _encoded(self, images: MicrobatchImages, patches: list[int], share: list[int]) -> Tensor:
+        """Returns the features of the images in `share`, one image after another."""
+        pixels_of = torch.split(images.pixels, patches)
+        pixels = to_device(torch.cat([pixels_of[image] for image in share]), self._device)
+        grids = to_device(images.grids[share], self._device)
         output = self.tower(pixels, grid_thw=grids)
         return torch.cat((output.pooler_output, *output.deepstack_features), dim=1)
 
     def _connected(self, values: Tensor) -> Tensor:
-        """Returns the values; their backward pass gives every trained parameter a gradient of 0, so that a rank without
-        images takes part in the collectives of its gradients."""
+        """Connects the values to all trained parameters, whose gradients become 0, so that a rank without images takes
+        part in the collectives of the gradients."""
         trained = [parameter for parameter in self.tower.parameters() if parameter.requires_grad]
         if not trained or not torch.is_grad_enabled():
             return values
@@ -109,7 +109,7 @@ class VisionTower(MegatronModule):
         return connected
 
     def _apply(self, fn: Any, recurse: bool = True) -> "VisionTower":
-        # frequencies of the tower's rotary embedding are buffers, which must not be rounded with the parameters
+        # the tower's rotary frequencies are buffers, which must keep their precision when parameters are rounded
         exact = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, buffer in exact.items():
@@ -121,7 +121,7 @@ class VisionTower(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describes all parameters for checkpoints, by their names in transformers."""
+        """Describes all parameters for checkpoints, under their names in transformers."""
         assert metadata is not None, "megatron-core passes it to every layer"
         described: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             dict(self.tower.named_parameters()),
@@ -135,8 +135,11 @@ class VisionTower(MegatronModule):
 
 
 def divided(patches: list[int], num_ranks: int) -> list[list[int]]:
-    """Divides images over ranks, the largest first, each to the rank with the fewest patches so far; returns the
-    numbers of each rank's images in order."""
+    """Assigns images to ranks, the largest first, each to the rank with the fewest patches so far.
+
+    Returns:
+        Numbers of each rank's images, ascending.
+    """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for image in sorted(range(len(patches)), key=lambda image: -patches[image]):
@@ -169,10 +172,10 @@ def built_tower(section: VisionSection, hidden_size: int) -> nn.Module:
         from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
     except ImportError as fault:
         raise ConfigError(
-            f"model.vision needs a tower of Hugging Face transformers, which cannot be imported ({fault}); pip install "
-            "'mtrain[vision]'"
+            f"model.vision needs the vision tower of Hugging Face transformers, which cannot be imported ({fault}); "
+            "run pip install 'mtrain[vision]'"
         ) from fault
-    # without deeper layers it is the tower of Qwen3.5
+    # the tower of Qwen3.5 is this one without deepstack
     config = Qwen3VLVisionConfig(
         depth=section.num_layers,
         hidden_size=section.hidden_size,

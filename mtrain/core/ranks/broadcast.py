@@ -113,7 +113,7 @@ def _images(
         for path, wide in zip(IMAGE_ROWS, [(), (3,)]) if images else ():
             parts[path] = _broadcast(batch, [path], torch.int64, (1, 1, *shape, *wide), groups)[0, 0]
         for path, size in zip(IMAGE_PARTS, [(patches, width), (images, 3)]) if images else ():
-            # pixels stay on the hosts: a rank copies to its device only what it encodes
+            # pixels stay on the hosts; a rank copies only the images that it encodes to its device
             values = None if batch is None else batch[0].tensors()[path]
             parts[path] = broadcast_on_hosts(values, size, torch.int64 if path[1] == "grids" else torch.float32, groups)
         found.append(parts)

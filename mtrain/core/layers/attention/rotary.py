@@ -139,7 +139,7 @@ class Rotary(nn.Module):
 
 
 class ThreeAxesRotary(Rotary):
-    """Angles of tokens of images, whose pairs of dimensions turn with time, height or width.
+    """Angles for models of images: each pair of dimensions turns with time, height or width.
 
     Source: transformers 5.24, modeling_qwen3_5.py, `recomposition_frequencies`.
     """
@@ -148,12 +148,12 @@ class ThreeAxesRotary(Rotary):
         """Takes the frequencies, [head_dim / 2], and the number of pairs that turn with each axis."""
         super().__init__(inverse_frequencies)
         pair = torch.arange(len(inverse_frequencies), device="cpu")
-        # axes alternate; where those of height and width are used up, all pairs turn with time
+        # axes alternate; when the pairs of height and width are used up, all others turn with time
         height, width = (torch.where((pair % 3 == axis) & (pair < 3 * sections[axis]), axis, 0) for axis in (1, 2))
         self._axis_of_pair = height + width
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Returns angles like `Rotary`; of positions on three axes, [batch, seq_local, 3], each pair takes one."""
+        """Returns angles like `Rotary`; of positions on three axes, [batch, seq_local, 3], each pair uses one axis."""
         if positions.dim() == 2:
             return super().forward(positions)
         self._axis_of_pair = self._axis_of_pair.to(positions.device)
