@@ -119,7 +119,7 @@ class Activations:
         Args:
             pp_rank: Rank in the pipeline.
             beside_layers: Bytes that exist only in the backward pass of layers.
-            beside_logits: Bytes that exist only in that of the logits.
+            beside_logits: Bytes that exist only in the backward pass of the logits.
 
         The peak is the largest of several moments: on the last stage the backward pass of the logits, which exist in
         the run's precision and in float32 while all activations are saved; and the backward pass of a layer, whose

@@ -83,7 +83,7 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
         frozen_bytes = frozen_bytes * own_shard(config.train, config.model, layout, whole) // whole.total
     if layout.shard == "weights" and config.adapter is None:
         learned_bytes = gradients_bytes = FP32_BYTES * updated
-        # without main weights, which the weights are
+        # the weights are the main weights
         optimizer_bytes -= FP32_BYTES * updated * (element_bytes(config.train) < FP32_BYTES)
     return MemoryEstimate(
         weights_bytes=learned_bytes + frozen_bytes,
@@ -159,8 +159,8 @@ class _StageRank:
 
 
 def root_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
-    """Counts what stays gathered from the forward to the backward pass with divided weights, as the loss multiplies by
-    it: the output layer, or a tied embedding."""
+    """Counts the elements that stay gathered from the forward to the backward pass with divided weights, since the loss
+    multiplies by them: the output layer, or a tied embedding."""
     tables = tables_on_stage(model, layout, pp_rank)
     root = (
         _table_elements(model, layout) if "output" in tables or (model.output.is_tied and "embedding" in tables) else 0
@@ -174,14 +174,14 @@ def _table_elements(model: ModelSection, layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class _Gathered:
-    """What a rank of a pipeline stage with divided weights gathers, in numbers of `size` bytes."""
+    """Gathered weights and their gradients on a rank with divided weights; `size` is the bytes of an element."""
 
     model: ModelSection
     layout: Layout
     pp_rank: int
     size: int
     learns: bool
-    """Whether what is gathered has gradients; not under adapters."""
+    """Whether the gathered weights have gradients; false with adapters."""
 
     @property
     def layer(self) -> int:
@@ -195,7 +195,7 @@ class _Gathered:
 
     @property
     def _embedding(self) -> int:
-        """Elements of an embedding that is gathered by itself."""
+        """Elements of an embedding that is a unit of its own."""
         is_alone = "embedding" in tables_on_stage(self.model, self.layout, self.pp_rank)
         return _table_elements(self.model, self.layout) if is_alone and not self.model.output.is_tied else 0
 
@@ -204,11 +204,11 @@ class _Gathered:
         return self.size * self.root
 
     def beside_layers(self, freed_bytes: int) -> int:
-        """Returns the bytes in the backward pass of layers: one that computes and the next one; the former's gradient
-        and that of the one before, which is summed in float32; what stays gathered, and its gradient.
+        """Returns the bytes in the backward pass of layers: the layer that computes, its gradient, and the next layer;
+        the gradient of the previous layer, which is summed in float32; the root unit and its gradient.
 
         Args:
-            freed_bytes: Activations of the layer before, which are freed when its gradient is summed.
+            freed_bytes: Activations of the previous layer, which are freed before its gradient is summed.
         """
         summed = max(0, FP32_BYTES * self.layer - freed_bytes)
         gradients = self.size * self.layer + summed + self._root_gradient
@@ -216,12 +216,12 @@ class _Gathered:
 
     @property
     def _root_gradient(self) -> int:
-        """Bytes of the gradient of what the loss multiplies by, which waits for the end of the backward pass."""
+        """Bytes of the root unit's gradient, which waits for the end of the backward pass."""
         return self.size * self.root if self.pp_rank == self.layout.pp - 1 else 0
 
     @property
     def after_layers(self) -> int:
-        """Bytes when activations are gone: an embedding's gradient and that of what stays gathered are summed."""
+        """Bytes at the end of the backward pass, when gradients of the embedding and of the root unit are summed."""
         if not self.learns:
             return 0
         alone = (self.size + FP32_BYTES) * self._embedding + self._root_gradient
@@ -229,7 +229,8 @@ class _Gathered:
 
 
 def own_shard(train: TrainSection, model: ModelSection, layout: Layout, numbers: RankParameters) -> int:
-    """Returns how many of `numbers` a rank's shard of the optimizer holds; of experts that do not divide, the most."""
+    """Returns how many of `numbers` a rank's shard of the optimizer holds; the maximum over ranks if experts do not
+    divide evenly."""
     if not train.distributed_optimizer:
         return numbers.total
     dense = numbers.dense // (layout.dp * layout.cp)

@@ -9,13 +9,13 @@ import re
 from typing import Any
 
 SITE = "MTRAIN_DOCS"
-"""Environment variable with the address of the documentation's site, for installations without its files."""
+"""Environment variable with the address of the documentation site, for installations without the files."""
 
 _PAGE = re.compile(r"\bdocs/([\w./-]+)\.md\b")
 
 
 def with_addresses(text: str) -> str:
-    """Replaces files of the documentation, such as docs/index.md, by their addresses; unchanged without `SITE`."""
+    """Replaces paths of the documentation, such as docs/index.md, by addresses of the site in `SITE`, if it is set."""
     address = os.environ.get(SITE, "").rstrip("/")
     return _PAGE.sub(lambda page: f"{address}/{page[1]}.html", text) if address else text
 

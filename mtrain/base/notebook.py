@@ -1,4 +1,4 @@
-"""A notebook around this process: whether there is one, a cell output that changes in place, tables in HTML."""
+"""Notebooks: whether this process runs in one, outputs of a cell that change in place, tables in HTML."""
 
 import sys
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def shell() -> Any | None:
-    """Returns the IPython shell that runs this process, of a notebook or at a terminal; None in a plain program."""
-    ipython = sys.modules.get("IPython")  # a shell has imported it
+    """Returns the IPython shell of this process, in a notebook or a terminal; None in a plain program."""
+    ipython = sys.modules.get("IPython")  # every shell has imported it
     return None if ipython is None else ipython.get_ipython()
 
 
@@ -25,7 +25,7 @@ class CellOutput:
         self._handle: Any | None = None
 
     def show(self, html: str, text: str) -> None:
-        """Shows the content, instead of the last one; `text` is for front ends without HTML."""
+        """Replaces the content; front ends without HTML show `text`."""
         from IPython.display import display  # only where IPython runs
 
         bundle = {"text/html": html, "text/plain": text}

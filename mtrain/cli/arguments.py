@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 EXAMPLES: dict[str, str] = tomllib.loads(Path(__file__).with_name("examples.toml").read_text(encoding="utf-8"))
 """Verb or subcommand -> a shell line that calls it."""
 TAKES_KEYS = "[section.key=value...]"
-"""End of the metavar of arguments that are files and values of a configuration."""
+"""End of the metavar of an argument that takes `section.key=value`."""
 
 
 def offered(incomplete: str) -> list[str]:
-    """Returns what a shell offers for an incomplete argument: YAML files and folders, and keys section by section."""
+    """Returns the completions of an argument: YAML files, folders, and keys up to the next dot."""
     from mtrain.config.keys import described_keys  # here, because it loads the whole schema
 
     folder, _, begin = incomplete.rpartition("/")
@@ -57,7 +57,7 @@ ConfigArguments = Annotated[
 
 
 def folder_of(path: Path | None) -> Path | None:
-    """Returns the folder of a config.json, which users name instead of the model's folder; else the path."""
+    """Returns the folder of a config.json, since users may give the file instead; any other path as it is."""
     return path.parent if path is not None and path.name == "config.json" and path.is_file() else path
 
 
@@ -165,7 +165,7 @@ class SectionedCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)  # the parser empties the list
+        words = list(args)  # the parser empties the list
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -173,7 +173,7 @@ class SectionedCommand(TyperCommand):
             option = getattr(error, "option_name", None)
             if not takes_keys or type(error).__name__ != "NoSuchOption" or option is None:
                 raise
-            if values := _as_values(option, given):
+            if values := _as_values(option, words):
                 ctx.fail(f"No such option: {option}; write {' or '.join(values)}")
             raise
 
@@ -191,7 +191,7 @@ class SectionedCommand(TyperCommand):
 
 
 def _as_values(option: str, arguments: Sequence[str]) -> list[str]:
-    """Returns how to write an option as `section.key=value`, for each key with its name; empty without such a key."""
+    """Returns `section.key=value` for each key with an option's name, or a similar one; empty if no key matches."""
     from mtrain.config.keys import described_keys  # here, because it loads the whole schema
 
     at = next(index for index, argument in enumerate(arguments) if argument.startswith(option))

@@ -39,7 +39,7 @@ ExportDtype = StrEnum("ExportDtype", ["keep", "float32", "float16", "bfloat16", 
 HfOption = Annotated[
     Path, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False, callback=folder_of)
 ]
-OutArgument = Annotated[Path | None, typer.Argument(metavar="OUT]", help="The folder of --out.", show_default=False)]
+OutArgument = Annotated[Path | None, typer.Argument(metavar="OUT]", help="The same as --out.", show_default=False)]
 OutOption = Annotated[Path | None, typer.Option(help="Folder to create; must not exist.", show_default=False)]
 CheckpointOption = Annotated[Path, typer.Option(help="A checkpoint, or a run folder.", show_default=False)]
 SourceOption = Annotated[Path | None, typer.Option(help="A checkpoint, or a run folder.", show_default=False)]
@@ -75,7 +75,8 @@ def import_(
     vision: Annotated[
         bool,
         typer.Option(
-            "--vision", help="Import the vision tower as part of the model; else exports contain the original one."
+            "--vision",
+            help="Import the vision tower as part of the model; by default, exports contain the original one.",
         ),
     ] = False,
     workers: WorkersOption = 1,
@@ -100,7 +101,7 @@ def import_(
             if mtp_depths:
                 raise ConfigError("--mtp-depths is for checkpoints of mtrain; remove it, or remove --to")
             if vision:
-                raise ConfigError("--vision is for checkpoints of mtrain; remove it, or remove --to")
+                raise ConfigError("--vision is only for checkpoints of mtrain; remove --vision or --to")
             proof = import_for_megatron(hf, out, DTYPE_NAMES.get(dtype), workers)
         else:
             proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers, mtp_depths, vision)
@@ -121,7 +122,7 @@ def import_(
 @convert_app.command("export")
 def export(
     source: Annotated[
-        Path | None, typer.Argument(metavar="[CHECKPOINT", help="The one of --checkpoint.", show_default=False)
+        Path | None, typer.Argument(metavar="[CHECKPOINT", help="The same as --checkpoint.", show_default=False)
     ] = None,
     target: OutArgument = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint, or a run folder.", show_default=False)] = None,
@@ -154,7 +155,7 @@ def export(
     ] = False,
     push: Annotated[
         str | None,
-        typer.Option(metavar="ORG/NAME", help="Upload the folder to the Hugging Face Hub, once it is proven."),
+        typer.Option(metavar="ORG/NAME", help="Upload the export to the Hugging Face Hub once it is proven."),
     ] = None,
 ) -> None:
     """A checkpoint -> Hugging Face, with adapters merged; also reads Megatron-LM and Megatron-Bridge (torch_dist).
@@ -255,7 +256,7 @@ def inspect(
 
 
 def _uploader(name: str | None) -> Callable[[Path], None]:
-    """Returns the function that uploads a folder, if a name is given; refuses a name or a login that would fail."""
+    """Returns the function that uploads a folder; raises ConfigError if the upload would fail. No name: no upload."""
     if name is None:
         return lambda folder: None
     from mtrain.convert.pushing import logged_in, push
@@ -265,7 +266,7 @@ def _uploader(name: str | None) -> Callable[[Path], None]:
 
 
 def _named(usage: str, name: str, option: str, positional: Path | None, named: Path | None) -> Path:
-    """Returns a folder that the user named by position or by option; `usage` is the verb with its positions."""
+    """Returns a folder that the user gave as an argument or as an option; `usage` is the verb with its arguments."""
     if positional is None and named is None:
         raise typer.BadParameter(f"is missing; write mtrain convert {usage}", param_hint=f"{name} or {option}")
     if positional is not None and named is not None:

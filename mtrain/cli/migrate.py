@@ -27,7 +27,7 @@ _Output = Annotated[
 _Arguments = Annotated[list[str], typer.Argument(metavar="ARGS...", help="Arguments of its command line.")]
 _FilesAndArguments = Annotated[
     list[str],
-    typer.Argument(metavar="FILE|ARGS...", help="Its files, and arguments of its command line; later ones win."),
+    typer.Argument(metavar="FILE|ARGS...", help="Files and command-line arguments of the program; later ones win."),
 ]
 
 
@@ -83,7 +83,7 @@ def llamafactory(arguments: _FilesAndArguments, output: _Output = None) -> None:
 @from_app.command("trl", context_settings=_OfOthers)
 def trl(arguments: _FilesAndArguments, output: _Output = None) -> None:
     """Translates files (YAML, JSON) and arguments of TRL's trainers sft, dpo, kto, reward, orpo, cpo (SimPO) and grpo,
-    or of transformers' Trainer (trainer), whose name comes first; a file of accelerate may be among them."""
+    or of transformers' Trainer (trainer). The trainer's name comes first; a file of accelerate can follow."""
     from mtrain.config.foreign.trl import from_trl
 
     _write_words(from_trl, arguments, output)
@@ -91,8 +91,8 @@ def trl(arguments: _FilesAndArguments, output: _Output = None) -> None:
 
 @from_app.command("megatron-bridge", context_settings=_OfOthers)
 def megatron_bridge(arguments: _FilesAndArguments, output: _Output = None) -> None:
-    """Translates the name of a recipe of Megatron-Bridge, YAML files that override its ConfigContainer, and arguments
-    section.key=value."""
+    """Translates a recipe of Megatron-Bridge, given by its name, YAML files that override its ConfigContainer, and
+    arguments section.key=value."""
     from mtrain.config.foreign.megatron_bridge import from_megatron_bridge
 
     _write_words(from_megatron_bridge, arguments, output)
@@ -107,10 +107,10 @@ def torchtitan(arguments: _FilesAndArguments, output: _Output = None) -> None:
 
 
 def _write_words(translate: Callable[[Sequence[str]], "Translation"], words: list[str], output: Path | None) -> None:
-    """Writes a translation of words, among which --output may be: no program here has such an argument."""
+    """Writes a translation of words, which may contain --output; none of the programs has such an argument."""
     if "--output" in words[:-1]:
-        place = words.index("--output")
-        words, output = [*words[:place], *words[place + 2 :]], Path(words[place + 1])
+        index = words.index("--output")
+        words, output = [*words[:index], *words[index + 2 :]], Path(words[index + 1])
     _write(lambda: translate(words), output)
 
 

@@ -116,22 +116,22 @@ def evaluate(
         Path | None, typer.Option(help="Folder with YAML files of your own tasks.", show_default=False)
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Solved examples before each question; default: as each task says.")
+        int | None, typer.Option(min=0, help="Solved examples before each question; default: each task's own number.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task, from the first.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of questions of each task, from the first.")] = None,
     max_length: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens that the model reads; default: by its config.json, else data.seq_length."),
+        typer.Option(min=2, help="Tokens that the model reads; default: that of config.json, else data.seq_length."),
     ] = None,
     apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Put questions as user messages in the chat template.")
+        bool, typer.Option("--apply-chat-template", help="Send questions as user messages, with the chat template.")
     ] = False,
-    output: Annotated[Path | None, typer.Option(help="File for all results, as JSON.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file for all results.", show_default=False)] = None,
 ) -> None:
     """Evaluates a model on tasks of lm-eval.
 
-    Under torchrun or srun, the layout of the model's run divides it over the ranks; no layout changes the results by
-    more than rounding.
+    Under torchrun or srun, the layout of the model's run divides the model over the ranks; no layout changes the
+    results by more than rounding.
     """
     with one_message(this_rank()):
         require_ground()

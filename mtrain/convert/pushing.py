@@ -1,4 +1,4 @@
-"""Uploads an exported folder to the Hugging Face Hub, by huggingface_hub."""
+"""Uploads an exported folder to the Hugging Face Hub with huggingface_hub."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ _NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 
 
 def logged_in(name: str) -> "HfApi":
-    """Checks, before an export, that a folder could be uploaded under a name.
+    """Checks before an export that a folder can be uploaded under a name.
 
     Raises:
         ConfigError: The name is not `org/name`, or nobody is logged in.
@@ -26,7 +26,7 @@ def logged_in(name: str) -> "HfApi":
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"--push {name} is no name on the hub; write it as org/name")
+        raise ConfigError(f"--push {name} is not the name of a repository on the hub; write it as org/name")
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     with _named_faults(f"--push {name}: {api.endpoint} cannot be reached", "export without it, and upload later"):
         try:
@@ -43,7 +43,7 @@ def logged_in(name: str) -> "HfApi":
 
 
 def push(folder: Path, name: str, api: "HfApi") -> str:
-    """Uploads a folder in one commit, to a repository that is made if it is missing, and then is private.
+    """Uploads a folder in one commit; creates a private repository if it does not exist.
 
     Returns:
         Address of the commit.
@@ -59,11 +59,11 @@ def push(folder: Path, name: str, api: "HfApi") -> str:
 
 @contextlib.contextmanager
 def _named_faults(what: str, remedy: str) -> Iterator[None]:
-    """Turns the errors of the library and of its connections into one message."""
+    """Turns errors of huggingface_hub and of its connections into one message."""
     try:
         yield
     except MtrainError:
         raise
-    except Exception as fault:  # those of connections come from the library below it
+    except Exception as fault:  # errors of connections come from its HTTP library
         line = " ".join(str(fault).split())[:300] or type(fault).__name__
         raise MachineError(f"{what}: {line}; {remedy}") from fault

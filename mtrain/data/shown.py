@@ -39,7 +39,7 @@ class ShownToken:
     """Weight of predicting the token; 0 if it is not trained."""
     begins_document: bool
     picture: bytes | None = None
-    """Content of the image file whose tokens begin here; the text of its other tokens is empty."""
+    """Content of the image whose tokens begin here; the text of its other tokens is empty."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _tokens(sample: Sample, weights: Sequence[float], tokenizer: Tokenizer | Non
 def _with_pictures(
     tokens: Iterable[ShownToken], stream: SampleStream, number: int, sample: Sample
 ) -> Iterator[ShownToken]:
-    """Shows each image by one text, at its first token."""
+    """Replaces the text of each image's first token by a description, and that of its other tokens by nothing."""
     images = sample.images
     if images is None:
         yield from tokens

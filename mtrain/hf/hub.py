@@ -17,9 +17,9 @@ _SNAPSHOT = re.compile(r"(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([
 
 
 def cached(name: str, kind: Kind = "model") -> str:
-    """Returns the path of the snapshot that a name stands for, if the cache has it, and anything else unchanged.
+    """Returns the path of the snapshot of a name in the cache; any other text, including an existing path, unchanged.
 
-    An existing path is no name. Without a revision, it is the one that `main` was when it was downloaded.
+    A name without a revision is the `main` of the last download.
     """
     match = _NAME.fullmatch(name)
     if match is None or Path(name).exists() or not (_cache() / f"{kind}s--{match[1]}--{match[2]}").is_dir():
@@ -48,9 +48,9 @@ def _cache() -> Path:
 
 
 def how_to_download(name: str, kind: Kind = "model") -> str:
-    """Returns the end of a message about a missing path: the command that fetches it, if it may be a name.
+    """Returns the end of a message about a missing path: the download command, if the path may be a name on the Hub.
 
-    A file, or a path in an existing folder, is rather misspelt.
+    Empty for names of files and for paths in an existing folder, which are more likely misspelt.
     """
     match = _NAME.fullmatch(name)
     if match is None or Path(name).exists() or Path(match[1]).is_dir() or Path(name).suffix in _OF_FILES:
@@ -63,10 +63,7 @@ def how_to_download(name: str, kind: Kind = "model") -> str:
 
 
 def revision_of(path: str) -> str | None:
-    """Returns `org/name@commit` for the path of a snapshot in the cache; None for another path.
-
-    The commit identifies every byte.
-    """
+    """Returns `org/name@commit`, which identifies every byte, for a snapshot in the cache; None for other paths."""
     match = _SNAPSHOT.search(path)
     return None if match is None or match.end() != len(path.rstrip("/")) else f"{match[1]}/{match[2]}@{match[3]}"
 
@@ -78,8 +75,8 @@ def is_same_repository(first: str, second: str) -> bool:
 
 
 def with_snapshots(content: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Replaces names by snapshots in `model.hf`, `data.tokenizer` and the sources of records, whose paths may go on
-    inside, as in org/name/data/train-*."""
+    """Replaces names by snapshots in `model.hf`, `data.tokenizer` and the sources of records, which may add a path
+    inside the dataset: org/name/data/train-*."""
     changed = dict(content)
     if isinstance(model := content.get("model"), Mapping) and isinstance(model.get("hf"), str):
         changed["model"] = {**model, "hf": cached(model["hf"])}
@@ -93,7 +90,7 @@ def with_snapshots(content: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _sources(value: Any) -> Any:
-    """Replaces the names in a list of sources, or in several lists by name."""
+    """Replaces the names in a list of sources, or in a mapping of such lists."""
     if isinstance(value, list | tuple):
         return [_sources(part) for part in value]
     if not isinstance(value, Mapping):

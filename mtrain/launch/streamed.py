@@ -1,4 +1,4 @@
-"""`mtrain.launch`: several ranks from a program or a notebook, whose cell shows their lines."""
+"""`mtrain.launch`: starts several ranks from a program or a notebook, and shows the output of the first."""
 
 import logging
 import os
@@ -27,31 +27,31 @@ _OF_CODE = {
     if isinstance(kind, type) and issubclass(kind, MtrainError)
     if kind.__base__ is MtrainError and kind.exit_code != MtrainError.exit_code
 }
-"""Exit code -> the error that ends a run with it; code 1 has no error of its own."""
+"""Exit code -> class of the error with this code; code 1 has none."""
 
 
 def launch(config: Config, ranks: int) -> TrainingRun:
     """Trains with several ranks on this machine, each in its own process, as `mtrain launch local` does.
 
-    The lines of rank 0 appear as it writes them; other ranks write to `logs` in the run folder. Ctrl-C, or interrupting
-    the cell, ends the run after the current step, with everything saved; a second one ends it at once.
+    Output of rank 0 appears at once; other ranks write to `logs` in the run folder. Ctrl-C, or interrupting the cell,
+    ends the run after the current step and saves everything; a second one ends it immediately.
 
     Args:
-        ranks: Number of processes, which `layout.*` must divide.
+        ranks: Number of processes; `layout.*` must fit it, as in `mtrain launch local`.
 
     Returns:
-        The run, whose `is_complete` says whether it made all its steps.
+        The run; `is_complete` says whether it has made all steps.
 
     Raises:
         KeyboardInterrupt: The user pressed Ctrl-C in a program outside IPython, or twice.
-        MtrainError: The ranks have ended with the exit code of this error.
+        MtrainError: The ranks ended with an error; the class follows from their exit code.
     """
     if not isinstance(config, Config):
         raise ConfigError(f"launch needs a Config from load_config, but got a {type(config).__name__}")
-    if own := [name for name in own_functions(config.loss) if name.startswith("__main__:")]:
+    if names := [name for name in own_functions(config.loss) if name.startswith("__main__:")]:
         raise ConfigError(
-            f"loss.function={own[0]} is defined in this program or notebook, which the processes of the ranks cannot "
-            f"import; write it into a module, and name it as losses:{own[0].partition(':')[2]}"
+            f"loss.function={names[0]} is defined in this program or notebook, which the processes of the ranks cannot "
+            f"import; write it into a module, and name it as losses:{names[0].partition(':')[2]}"
         )
     run = TrainingRun(Path(config.run.dir))
     with tempfile.TemporaryDirectory(prefix="mtrain-launch-") as folder:
@@ -69,10 +69,10 @@ def launch(config: Config, ranks: int) -> TrainingRun:
 
 
 def _streamed(arguments: list[str]) -> tuple[int, str, bool]:
-    """Runs a verb and writes its lines to standard output; Ctrl-C becomes one signal to the verb.
+    """Runs a verb and copies its output to standard output; passes Ctrl-C on as one signal.
 
     Returns:
-        Exit code, the first message of an error, which is not written, and whether Ctrl-C was pressed.
+        Exit code, the first error message, which is not copied, and whether Ctrl-C was pressed.
     """
     # a notebook's kernel sets these, and rich would draw a terminal's bar into the pipe
     environment = {name: text for name, text in os.environ.items() if name not in ("FORCE_COLOR", "TTY_COMPATIBLE")}

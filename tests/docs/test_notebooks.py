@@ -61,7 +61,7 @@ MISTAKES = {
     "mtrain.launch(mtrain.load_config(own), ranks=1)": "ConfigError: loss.function=__main__:stopping is defined in",
     "mtrain.train(mtrain.load_config([settings, away]))": "DataError: ",
     "mtrain.train(mtrain.load_config([settings, {'layout': {'tp': 2}}]))": "ConfigError: ",
-    f"{OPEN_ENGINE}; mtrain.train(config)": "ConfigError: train opens torch.distributed, but this process has it open",
+    f"{OPEN_ENGINE}; mtrain.train(config)": "ConfigError: train opens torch.distributed, but it is already open",
     "engine.forward_backward([])": "DataError: the batch has no sample",
     "mtrain.close_all(); mtrain.train(mtrain.load_config([settings, {'train': {'seed': 5}}]))": "RunFolderError: ",
 }

@@ -1,4 +1,4 @@
-"""Vision towers: features of images in the place of embeddings, and their tensors, by their names in transformers."""
+"""Vision towers: features of images that replace embeddings, and the tensors of a tower by name."""
 
 from math import prod
 from typing import Any, final
@@ -14,7 +14,7 @@ PROJECTOR = ("merger.", "deepstack_merger_list.")
 
 @final
 class Vision(Feature):
-    """Images among the tokens, whose positions have three axes."""
+    """Images among the tokens; positions have three axes."""
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
         return None if model.vision is None else "model.vision"

@@ -36,7 +36,7 @@ class ReadTarget(NamedTuple):
     """A parameter that a rank reads from disk."""
 
     values: Tensor
-    """What the rank holds of the parameter, in the dtype on disk; the parameter's own memory if the dtypes agree."""
+    """Rows or whole parameter of this rank, in the dtype on disk; the parameter's own memory if the dtypes agree."""
     shards: list[Shard]
 
 
@@ -92,8 +92,13 @@ def load_shards(
 
 
 def target_of(parameter: ShardedParameter, key: str, dtype: torch.dtype) -> ReadTarget:
-    """Returns what this rank reads of a parameter under a key on disk, in the dtype on disk: its rows if DP x CP
-    divides it, else all of it, into the parameter's own memory if the dtypes agree."""
+    """Returns the memory and shards into which this rank reads a parameter: its rows if DP x CP divides it, otherwise
+    the whole, in the parameter's own memory if the dtypes agree.
+
+    Args:
+        key: Key on disk.
+        dtype: Dtype on disk.
+    """
     own, held = parameter.data, held_rows(parameter.data)
     if held is not None:
         values = torch.empty(held.main.shape, dtype=dtype)

@@ -186,7 +186,7 @@ class Saver:
         Waits for a save in flight first. Collectives: one all-reduce and one broadcast of small objects.
 
         Args:
-            judged: Validation loss or metric of tasks at this step, which retention compares; None without one.
+            judged: Validation loss or metric of tasks at this step, which retention compares; None: neither is known.
             tokens: Text tokens that the run has consumed.
 
         Raises:

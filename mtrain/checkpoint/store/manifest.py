@@ -267,7 +267,7 @@ class Manifest(CheckpointInfo):
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest with its own SHA-256, atomically; raises OSError if the disk fails."""
-    # without the metric if it is None, so that versions that do not know the key can read the file
+    # a metric of None is left out, so that older versions can read the file
     absent = {"task_metric"} if manifest.task_metric is None else set[str]()
     body = manifest.model_dump_json(indent=1, exclude=absent).encode()
     seal = _SEAL % hashlib.sha256(body).hexdigest().encode()

@@ -71,7 +71,7 @@ def apply_retention(root: Path, keep: Keep, confirmed: int) -> list[int]:
 
 
 def _cost(info: Manifest) -> float | None:
-    """Returns the number by which the best checkpoint has the lowest; None if the step was not judged."""
+    """Returns a number that is lower for better checkpoints; None for a step without validation or metric."""
     if (metric := info.task_metric) is None:
         return info.valid_loss
     return -metric.value if metric.is_better_if_higher else metric.value

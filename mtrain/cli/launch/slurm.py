@@ -54,7 +54,8 @@ class JobOptions:
     cpus_per_task: Annotated[int | None, _of(_RANKS, "CPU cores of a rank; by default its share of the node.")] = None
     gpu: Annotated[str | None, _of(_RANKS, "GPU, such as h100, for which --dry-run predicts the hours.")] = None
     gpu_memory: Annotated[
-        str | None, _of(_RANKS, "Memory of one GPU, such as 80GiB, which --dry-run compares with what the run needs.")
+        str | None,
+        _of(_RANKS, "Memory of one GPU, such as 80GiB; --dry-run compares it with the memory that the run needs."),
     ] = None
     env_file: Annotated[Path | None, _of(_RANKS, "NAME=VALUE lines for the ranks; mode 0600.")] = None
     container: Annotated[str | None, _of(_IMAGE, "Image.")] = None

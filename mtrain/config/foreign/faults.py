@@ -1,4 +1,4 @@
-"""Faults of a translated configuration: what is wrong, and what the user still has to add."""
+"""Faults of a translated configuration: wrong keys, and keys that the user still has to add."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtrain.config.load import MergedContent, Resolve
 from mtrain.config.schema.root import Config
 
 _MAX_ROUNDS = 40
-"""Limit of the search for faults that hide each other, far above what a person's file needs."""
+"""Limit of the search for faults that hide each other, far above the need of real files."""
 _KEY = re.compile(r"[a-z_]\w*(?:\.\w+)*")
 _FOLDER = "model.hf"
 _STAND_INS: Mapping[str, Any] = {
@@ -29,16 +29,16 @@ _STAND_INS: Mapping[str, Any] = {
 
 class Faults(NamedTuple):
     missing: list[str]
-    """Messages on keys without a value, and on a model that is not downloaded."""
+    """Messages about keys without a value, and about a model that is not on this machine."""
     wrong: list[str]
 
 
 def find_faults(content: Mapping[str, Any], resolve: Resolve) -> Faults:
-    """Finds every fault of sections, by repairing a copy until no fault hides another.
+    """Finds all faults of a configuration, by repairing a copy until no fault hides another.
 
     Args:
         content: Sections with their keys; not changed.
-        resolve: Fills in keys from folders that the sections name.
+        resolve: Fills in keys from the folders that keys name.
     """
     sections: dict[str, Any] = copy.deepcopy(dict(content))
     faults = Faults([], [])

@@ -27,7 +27,7 @@ _ACCUMULATED = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 _OF_ACCELERATOR = {"split_batches": False, "even_batches": True, "non_blocking": False, "use_seedable_sampler": True}
-"""Keys of accelerator_config -> their defaults; without any here, null."""
+"""Key of accelerator_config -> default; all others are null."""
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -108,7 +108,7 @@ def _last_rate(config: Translation, options: dict[str, Any], name: str) -> None:
 
 
 def _precision(config: Translation, run: Settings) -> None:
-    """Sets the precision, which is that of autocast: the weights stay as they were loaded."""
+    """Sets the precision from that of autocast, which keeps the weights as they were loaded."""
     is_16 = is_on(run, "fp16")
     is_brain = not is_16 if run["bf16"] is None else is_on(run, "bf16")
     kind = "bf16" if is_brain else "fp16" if is_16 else "fp32"
@@ -131,7 +131,7 @@ def _checkpoints(config: Translation, run: Settings) -> None:
 
 
 def _validation(config: Translation, run: Settings) -> None:
-    """Sets the interval of validation; without eval_steps it is that of the log."""
+    """Sets the interval of validation; its default is the interval of the log."""
     name = "evaluation_strategy" if run["evaluation_strategy"] is not None else "eval_strategy"
     strategy = str(run[name])
     if strategy == "steps":
@@ -149,7 +149,7 @@ _INTERVAL = "valid.interval_steps"
 
 
 def accelerate_settings(config: Translation, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the Trainer's settings that follow from a configuration file of accelerate, and reports its other keys.
+    """Translates accelerate's configuration file to settings of the Trainer, and reports its other keys.
 
     Args:
         config: Collects the report.
@@ -216,7 +216,7 @@ _READ_OF_ACCELERATE = frozenset(
 
 
 def put_parallelism(config: Translation, run: Settings) -> None:
-    """Sets what ranks divide, and what of it is moved to the CPU."""
+    """Sets `layout.shard` and the offloading to the CPU."""
     put_sharding(config, run)
     zero, fsdp = run["deepspeed"], run["fsdp_config"]
     content = _of_deepspeed(zero)
@@ -239,7 +239,7 @@ def put_parallelism(config: Translation, run: Settings) -> None:
 
 
 def _of_deepspeed(value: Any) -> Mapping[str, Any]:
-    """Returns DeepSpeed's configuration from itself, JSON text or a file; empty if the file is not here."""
+    """Returns DeepSpeed's configuration from a mapping, JSON text or a file; empty if the file is missing."""
     if isinstance(value, str) and not value.lstrip().startswith("{"):
         return json_or_yaml(Path(value))
     return {} if value is None else _mapping(value)

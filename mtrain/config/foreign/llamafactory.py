@@ -16,7 +16,7 @@ from mtrain.config.schema.adapter import ALL_LINEAR
 from mtrain.config.tables import table
 
 _STAGES = {"sft": None, "pt": None, "rm": "reward_model", "dpo": "dpo", "kto": "kto"}
-"""Stage -> loss function; None: of tokens."""
+"""Stage -> loss function; None: the loss of tokens."""
 _PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 _USUAL_COLUMNS = {
     "alpaca": {
@@ -44,7 +44,7 @@ def _template(config: Translation, value: Any, name: str) -> None:
 
 
 def _thinking(config: Translation, value: Any, name: str) -> None:
-    """Sets the template's variable where it is off; templates of reasoning models think by default."""
+    """Turns thinking off in the template if the setting is off; templates of reasoning models think by default."""
     if value == "null":
         config.lost.append(f"{name}=null: data.chat_template_kwargs={{enable_thinking: false}} turns thinking off")
     elif not boolean(value):
@@ -54,7 +54,7 @@ def _thinking(config: Translation, value: Any, name: str) -> None:
 def _stage(config: Translation, value: Any, name: str) -> None:
     if value == "ppo":
         config.wrong.append(
-            f"{name}=ppo: a loop in Python does this; see docs/training/rl.md and examples/grpo_loop.py"
+            f"{name}=ppo: this needs a loop in Python; see docs/training/rl.md and examples/grpo_loop.py"
         )
         return
     config.put("data.kind", "sft", name if config.is_default(name) else f"{name}={value}")
@@ -145,7 +145,7 @@ class _Dataset(NamedTuple):
 
 
 def _data(config: Translation, run: Settings) -> None:
-    """Sets files, format and columns, which dataset_info.json describes."""
+    """Sets files, format and columns from dataset_info.json."""
     folder = run["dataset_dir"]
     info: Mapping[str, Any] = folder if isinstance(folder, Mapping) else {}
     folder = "data" if folder is None or info else str(folder)
@@ -168,7 +168,9 @@ def _dataset(config: Translation, run: Settings, name: str, folder: str, info: M
     entry = info.get(name)
     if entry is None:
         path = str(Path(folder, f"{name}.json"))
-        config.notes.append(f"dataset {name}: {folder}/dataset_info.json does not describe it here; {path} is assumed")
+        config.notes.append(
+            f"dataset {name}: {folder}/dataset_info.json does not describe it on this machine; {path} is assumed"
+        )
         return _Dataset(path, "text" if run["stage"] == "pt" else None, {})
     urls = [str(entry[key]) for key in ("hf_hub_url", "ms_hub_url", "om_hub_url") if key in entry]
     path = urls[0] if urls else str(Path(folder, str(entry.get("file_name", name))))
@@ -228,14 +230,16 @@ def _preference(config: Translation, run: Settings) -> None:
     if config.get("loss.function") != "dpo":
         return
     if kind not in _PREFERENCES:
-        config.wrong.append(f"pref_loss={kind}: loss.function is dpo (sigmoid), ipo, orpo or simpo; choose one of them")
+        config.wrong.append(
+            f"pref_loss={kind}: loss.function supports dpo (sigmoid), ipo, orpo and simpo; choose one of them"
+        )
     elif kind != "sigmoid":
         config.drop("loss.function")
         config.put("loss.function", _PREFERENCES[kind], f"pref_loss={kind}")
 
 
 def _precision(config: Translation, run: Settings) -> None:
-    """Replaces float32 where neither bf16 nor fp16 is given: the program then computes in the model's own type."""
+    """Replaces the default float32: without bf16 and fp16 the program computes in the model's own type."""
     if is_on(run, "pure_bf16"):
         config.notes.append("pure_bf16=true: weights and moments are bfloat16 there; here they are float32")
     elif is_on(run, "bf16") or is_on(run, "fp16"):

@@ -98,7 +98,8 @@ _ACTIVATIONS = {
 
 
 def _lost_field(field: str, why: str) -> Row:
-    """Returns the row of a field of megatron-core's TransformerConfig without equivalent, which its default leaves."""
+    """Returns the row of a field of megatron-core's TransformerConfig without equivalent; reports other values than the
+    default."""
 
     def put(config: Translation, value: Any, name: str) -> None:
         if not is_default(field, value):
@@ -194,12 +195,12 @@ def _rows(config: Translation, recipe: str, settings: Mapping[str, Any]) -> dict
 
 
 def _of_recipe(recipe: str) -> dict[str, Any]:
-    """Returns what a recipe sets, by dotted key."""
+    """Returns the values that a recipe sets, by dotted key."""
     if recipe not in _TABLE["recipes"]:
         near = meant(recipe, _TABLE["recipes"])
         raise ConfigError(
             f"{recipe}: this recipe of Megatron-Bridge is not known here; "
-            + (f"did you mean {near}?" if near else "name its values in a file, as overrides of the ConfigContainer")
+            + (f"did you mean {near}?" if near else "write its values into a file that overrides the ConfigContainer")
         )
     known = {**_TABLE["recipes"][recipe]}
     kinds, kind, hf = _TABLE["kinds"], known.pop("kind"), known.pop("hf")
@@ -352,7 +353,7 @@ def _model(config: Translation, run: Settings, recipe: str, kind: str) -> None:
 
 
 def _function(config: Translation, run: Settings) -> None:
-    """Sets the activation, the rope and the experts, each of which several fields describe."""
+    """Sets activation, rope and experts, each from several fields."""
     gated, activation = run["model.gated_linear_unit"], run["model.activation_func"]
     if gated is not None or activation is not None:
         key = (str(activation).rpartition(".")[2], is_on(run, "model.gated_linear_unit"))
@@ -388,7 +389,7 @@ def _adapter(config: Translation, run: Settings) -> None:
 
 
 def _documents(config: Translation, run: Settings) -> None:
-    """Sets the corpora in Megatron's format; without any, data are made up."""
+    """Sets the corpora in Megatron's format; without any, mock data."""
     name = next((name for name in ("dataset.blend", "dataset.data_path") if run[name] is not None), None)
     if run["dataset.blend_per_split"] is not None:
         config.lost.append("dataset.blend_per_split: name the corpora in data.train, data.valid and data.test")

@@ -1,4 +1,4 @@
-"""Reading of other programs' files and command lines into one mapping of settings."""
+"""Reads other programs' files and command lines into one mapping of settings."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,12 +19,12 @@ _MISSING = "???"
 
 
 class Given(NamedTuple):
-    """What the user gave a program."""
+    """Input of a program: its files and its command line."""
 
     command: list[str]
     """Words of the launcher, up to the program's name."""
     settings: dict[str, Any]
-    """Settings by name, of files and arguments; later ones take precedence."""
+    """Settings of files and arguments, by name; later ones take precedence."""
     aside: dict[str, Any]
     """Content of files that configure the launcher."""
 
@@ -39,7 +39,7 @@ class Form(NamedTuple):
     file_options: Collection[str] = ("config",)
     """Names of arguments whose value is a file of settings."""
     whole: Collection[str] | None = None
-    """Dotted names of mappings that are one setting; None: sections are settings, and stay whole."""
+    """Dotted names of mappings that are one setting; None: every section is one setting."""
     is_aside: Callable[[Mapping[str, Any]], bool] = lambda content: False
     """Says whether a file configures the launcher."""
 
@@ -48,7 +48,7 @@ def read_settings(config: Translation, words: Sequence[str], form: Form) -> Give
     """Reads files, arguments `--name value` and `name=value`; skips a launcher, and reports words that it cannot read.
 
     Raises:
-        ConfigError: A file cannot be read, or nothing is given.
+        ConfigError: A file cannot be read, or the command line is empty.
     """
     whole = form.whole
     command, words = after_launcher(words, form.commands)
@@ -56,8 +56,8 @@ def read_settings(config: Translation, words: Sequence[str], form: Form) -> Give
     settings: dict[str, Any] = {}
     aside: dict[str, Any] = {}
     for word in [*before, *(path for name in form.file_options for path in by_name.pop(name, []))]:
-        found = _of_word(config, word, whole)
-        (aside if form.is_aside(found) else settings).update(found)
+        content = _of_word(config, word, whole)
+        (aside if form.is_aside(content) else settings).update(content)
     for name, values in by_name.items():
         pairs = [value for value in values[1:] if _is_pair(value)]  # words KEY=VALUE after the value of an argument
         for pair in pairs:
@@ -153,9 +153,9 @@ def comma_list(value: Any) -> list[Any]:
 
 
 def json_or_yaml(path: Path) -> Mapping[str, Any]:
-    """Reads a file that another file names, such as DeepSpeed's; empty if it is not here.
+    """Reads a file that another file names, such as DeepSpeed's; empty if it is missing.
 
     Raises:
-        ConfigError: The file is here, and cannot be read.
+        ConfigError: The file exists, but cannot be read.
     """
     return read_mapping(path) if path.is_file() else {}

@@ -10,7 +10,7 @@ from mtrain.config.schema.root import Config
 from mtrain.config.tables import table
 
 _TABLES: Mapping[str, tuple[str, ...]] = {
-    "trl": ("trl", "transformers"),  # first, as it has transformers' own Trainer
+    "trl": ("trl", "transformers"),  # first, so that files of transformers' Trainer count as its own
     "axolotl": ("axolotl",),
     "llamafactory": ("llamafactory", "transformers"),
     "megatron-bridge": ("megatron_bridge",),
@@ -31,15 +31,17 @@ NAMES = {
 """Verb of `mtrain from` -> name of the program."""
 _OF_ACCELERATE = frozenset(("compute_environment", "distributed_type"))
 _CLEARLY = 1.5
-"""How many times the evidence for the other program must be larger."""
+"""Factor by which the evidence for another program must be larger."""
 _LEAST = 1.5
 """Least evidence for a program: the sum over its keys of 1 / programs that have the key."""
 
 
 def refuse_foreign(path: Path, content: Mapping[Any, Any]) -> str | None:
-    """Returns the message for a file of another program in place of a configuration; None if it is none."""
+    """Returns the refusal of another program's file where a configuration is needed; None if it is not recognised."""
     if _OF_ACCELERATE & content.keys():
-        return f"{path}: this is an accelerate file; name it beside the arguments: mtrain from trl FILE {path}"
+        return (
+            f"{path}: this is an accelerate file; give it together with the trainer's file: mtrain from trl FILE {path}"
+        )
     evidence, ours = _evidence(content)
     best = max(evidence, key=lambda verb: evidence[verb])
     if evidence[best] < max(_LEAST, ours):
@@ -48,13 +50,13 @@ def refuse_foreign(path: Path, content: Mapping[Any, Any]) -> str | None:
 
 
 def refuse_other(path: Path, content: Mapping[Any, Any], program: str) -> str | None:
-    """Returns the message for a file that is probably not of `program` but of another one; None otherwise."""
+    """Returns the refusal of a file that is probably another program's, not `program`'s; None otherwise."""
     evidence, ours = _evidence(content)
     best = max(evidence, key=lambda verb: evidence[verb])
-    own = next(verb for verb, name in NAMES.items() if name == program)
+    expected = next(verb for verb, name in NAMES.items() if name == program)
     if ours > evidence[best] and set(content) <= Config.model_fields.keys():
         return f"{path}: this is a configuration of mtrain, not of {program}; run: mtrain check {path} --world-size N"
-    if evidence[best] < max(_LEAST, _CLEARLY * evidence[own]):
+    if evidence[best] < max(_LEAST, _CLEARLY * evidence[expected]):
         return None
     kind = f"{_article(best)} {NAMES[best]} file"
     return f"{path}: this is {kind}, not one of {program}; translate it: mtrain from {best} {path}"
@@ -65,9 +67,9 @@ def _article(verb: str) -> str:
 
 
 def _evidence(content: Mapping[Any, Any]) -> tuple[dict[str, float], int]:
-    """Returns how many keys are each program's, by verb, and how many are mtrain's own and so count for none.
+    """Returns each program's number of keys by verb, and the number of mtrain's keys, which count for no program.
 
-    A key of several programs counts for each of them in part.
+    A key of n programs counts 1 / n for each.
     """
     evidence, ours = dict.fromkeys(_TABLES, 0.0), 0
     for key in _keys(content, ""):
@@ -91,7 +93,7 @@ def _keys(section: Mapping[Any, Any], prefix: str) -> Iterator[str]:
 @cache
 def _names(verb: str) -> frozenset[str]:
     """Returns the keys that the program's tables name."""
-    return frozenset(name for each in _TABLES[verb] for name in _names_in(table(each)))
+    return frozenset(name for file in _TABLES[verb] for name in _names_in(table(file)))
 
 
 def _names_in(content: Mapping[str, Any]) -> Iterator[str]:
@@ -112,5 +114,5 @@ def _names_in(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _prefixes(verb: str) -> tuple[str, ...]:
-    """Returns beginnings of keys that only this program has."""
+    """Returns the beginnings of keys that only this program has."""
     return ("actor_rollout_ref.", "algorithm.", "critic.") if verb == "verl" else ()

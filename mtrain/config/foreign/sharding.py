@@ -1,4 +1,4 @@
-"""What data-parallel ranks divide, from keys of DeepSpeed's ZeRO and torch's FSDP in other programs."""
+"""Translation of DeepSpeed's ZeRO and torch's FSDP to `layout.shard`."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,14 +12,14 @@ from mtrain.config.load import read_mapping
 _STAGE = re.compile(r"(?<![a-z])(?:zero|z|stage)[-_]?(?:stage)?[-_]?([0-3])(?!\d)")
 """Stage in names such as zero3, zero3_bf16.json and ds_z3_config.json."""
 _WHOLE = ("full_shard", "hybrid_shard", "1", "4")
-"""Strategies of FSDP that divide the weights too, by their names and numbers; hybrid ones copy them between nodes."""
+"""FSDP strategies that shard weights as well, by name and number; hybrid ones keep a copy on each node."""
 _PARTLY = ("shard_grad_op", "no_shard", "hybrid_shard_zero2", "2", "3", "5")
 _OTHER_WORDS = ("auto_wrap", "offload", "fsdp", "fsdp2")
 _FILES = (".json", ".yaml", ".yml")
 
 
 def zero_stage(value: Any) -> int | None:
-    """Returns the stage of ZeRO; None for a file that is not here and whose name has none.
+    """Returns the stage of ZeRO; None for a missing file whose name has no stage.
 
     Args:
         value: A configuration of DeepSpeed, its JSON text, the path of its file, or a name such as zero3.
@@ -28,17 +28,17 @@ def zero_stage(value: Any) -> int | None:
         ValueError: The value is not a configuration of DeepSpeed.
         ConfigError: The file cannot be read.
     """
-    given = _content(value)
-    if isinstance(given, Mapping):
-        return int(number((given.get("zero_optimization") or given).get("stage", 0)))
-    found = _STAGE.search(Path(given).name)
-    if found is None and not _is_absent(given):
+    content = _content(value)
+    if isinstance(content, Mapping):
+        return int(number((content.get("zero_optimization") or content).get("stage", 0)))
+    match = _STAGE.search(Path(content).name)
+    if match is None and not _is_absent(content):
         raise ValueError(f"{value!r} has no stage of ZeRO")
-    return None if found is None else int(found[1])
+    return None if match is None else int(match[1])
 
 
 def fsdp_options(value: Any) -> dict[str, Any] | None:
-    """Returns FSDP's options without the prefix `fsdp_`; None if it is off or its file is not here.
+    """Returns FSDP's options without the prefix `fsdp_`; None if FSDP is off or its file is missing.
 
     Args:
         value: Options, their JSON text, the path of their file, a switch, or words such as full_shard.
@@ -47,14 +47,14 @@ def fsdp_options(value: Any) -> dict[str, Any] | None:
         ValueError: The value is nothing of this kind.
         ConfigError: The file cannot be read.
     """
-    given = _content(value)
-    if isinstance(given, Mapping):
-        options = {key.removeprefix("fsdp_"): option for key, option in given.items()}
+    content = _content(value)
+    if isinstance(content, Mapping):
+        options = {key.removeprefix("fsdp_"): option for key, option in content.items()}
         words, inner = options.pop("fsdp", None), options.pop("config", None)  # in a file of ms-swift
         return {**(fsdp_options(words) or {}), **options, **(fsdp_options(inner) or {})}
-    if given is None or _is_absent(given):
+    if content is None or _is_absent(content):
         return None
-    words = " ".join(map(str, listed(given))).lower().split()
+    words = " ".join(map(str, listed(content))).lower().split()
     if not set(words) <= {*_WHOLE, *_PARTLY, *_OTHER_WORDS}:
         return {} if boolean(" ".join(words)) else None
     strategies = [word for word in words if word not in _OTHER_WORDS]
@@ -62,7 +62,7 @@ def fsdp_options(value: Any) -> dict[str, Any] | None:
 
 
 def put_sharding(config: Translation, run: Settings, *, needs_switch: bool = True) -> None:
-    """Sets what ranks divide from the settings deepspeed, fsdp and fsdp_config.
+    """Sets `layout.shard` from the settings deepspeed, fsdp and fsdp_config.
 
     Args:
         needs_switch: Whether fsdp_config has an effect only with fsdp, as in transformers.
@@ -75,7 +75,9 @@ def put_sharding(config: Translation, run: Settings, *, needs_switch: bool = Tru
         put_shard(config, f"{run.origin('deepspeed')}, ZeRO-{stage}", is_whole=stage == 3)
         return
     for name in (name for name, value in given.items() if _is_absent(value)):
-        config.lost.append(f"{name}={given[name]}: no such file is here; set layout.shard=weights if it shards weights")
+        config.lost.append(
+            f"{name}={given[name]}: this file is not on this machine; set layout.shard=weights if it shards weights"
+        )
     switch, options = (fsdp_options(given.get(name)) for name in ("fsdp", "fsdp_config"))
     if switch is None and (options is None or "fsdp" in given):
         return
@@ -88,7 +90,7 @@ def put_sharding(config: Translation, run: Settings, *, needs_switch: bool = Tru
 
 
 def put_shard(config: Translation, origin: str, *, is_whole: bool) -> None:
-    """Sets what ranks divide: if `is_whole` weights too, without the switches of overlaps, which they always have."""
+    """Sets `layout.shard`; sharded weights (`is_whole`) always overlap, so the keys for overlap are dropped."""
     config.put("layout.shard", "weights" if is_whole else "optimizer", origin)
     if is_whole:
         for name in ("overlap_grad_reduce", "overlap_param_gather"):
@@ -96,7 +98,7 @@ def put_shard(config: Translation, origin: str, *, is_whole: bool) -> None:
 
 
 def _content(value: Any) -> Any:
-    """Returns the mapping that a text or a file has; any other value as it is."""
+    """Returns the mapping in a JSON text or a file; any other value as it is."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         return scalar(value)
     is_file = isinstance(value, str) and value.endswith(_FILES) and not _is_absent(value)
@@ -104,7 +106,7 @@ def _content(value: Any) -> Any:
 
 
 def _is_absent(value: Any) -> bool:
-    """Says whether a value is the path of a file that is not here."""
+    """Says whether a value is the path of a missing file."""
     return isinstance(value, str) and value.endswith(_FILES) and not Path(value).is_file()
 
 

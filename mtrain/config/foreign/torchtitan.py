@@ -18,7 +18,7 @@ _PARALLEL, _SCHEDULE = "parallelism.", "lr_scheduler."
 _PER_STAGE = {"Interleaved1F1B": 2, "1F1B": 1, "GPipe": 1}
 """Schedule of a pipeline -> stages per rank, unless layers per stage say otherwise."""
 _FORMATS = {"float8": ("hybrid", None), "mx": ("e4m3", "mxfp8")}
-"""Converter -> train.fp8, and train.fp8_recipe unless other keys say it."""
+"""Converter -> train.fp8, and train.fp8_recipe unless other keys set it."""
 
 
 def _wandb(config: Translation, value: Any, name: str) -> None:
@@ -108,7 +108,7 @@ def _data(config: Translation, run: Settings) -> None:
     config.put("data.train", [{"path": run[name]}], f"{run.origin(name)}; tokenize it first: mtrain tokenize")
     if name != "training.dataset" and "training.dataset" in run.explicit:
         config.without_effect.append("training.dataset")
-    config.notes.append("torchtitan reads documents in file order; here the order follows from train.seed")
+    config.notes.append("torchtitan reads documents in file order; here train.seed determines the order")
 
 
 def _validation(config: Translation, run: Settings) -> None:
@@ -181,7 +181,7 @@ def _layout(config: Translation, run: Settings) -> None:
 
 
 def _divide(config: Translation, run: Settings, pp: int) -> None:
-    """Sets whether ranks divide the weights: with FSDP, unless they stay whole after the forward pass."""
+    """Sets `layout.shard`: weights with FSDP, unless it keeps them gathered after the forward pass."""
     names = [f"{_PARALLEL}{name}" for name in ("data_parallel_shard_degree", "fsdp_reshard_after_forward")]
     is_divided, kept = number(run[names[0]]) != 1, str(run[names[1]])
     is_kept = kept == "never" or (kept == "default" and pp > 1)
@@ -194,7 +194,7 @@ def _divide(config: Translation, run: Settings, pp: int) -> None:
 
 
 def _batch(config: Translation, run: Settings) -> None:
-    """Sets the batch of a microbatch, which is a pipeline's own, and that of a step."""
+    """Sets the batch sizes of a microbatch, which has its own key with a pipeline, and of a step."""
     name = "training.batch_size" if "training.batch_size" in run.explicit else "training.local_batch_size"
     micro = f"{_PARALLEL}pipeline_parallel_microbatch_size" if config.get("layout.pp") > 1 else name
     config.put("train.micro_batch_size", run[micro], run.origin(micro))

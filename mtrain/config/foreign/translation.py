@@ -135,7 +135,9 @@ class Translation:
         """
         self.drop_same_defaults()
         self.missing, faults = find_faults(self.content, resolve)
-        if refused := [line for line in faults if "with layout.shard=weights" in line]:  # the run is the same without
+        if refused := [
+            line for line in faults if "with layout.shard=weights" in line
+        ]:  # the run is the same without it
             self.lost.append(f"{self.origins['layout.shard']}: {refused[0]}")
             self.drop("layout.shard", is_named=False)
             self.missing, faults = find_faults(self.content, resolve)
@@ -176,7 +178,7 @@ class Row:
     default: Any = None
     """Default in the other program; None: nothing is set."""
     null: Any = None
-    """Value that null stands for; None: there is none."""
+    """Value that null means; None: null means nothing."""
 
 
 Table = Mapping[str, Row]

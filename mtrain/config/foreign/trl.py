@@ -88,13 +88,13 @@ def _dpo_loss(config: Translation, value: Any, name: str) -> None:
         config.put("loss.function", known[kinds[0]], name)
     else:
         config.put("loss.function", "dpo", name)
-        config.lost.append(f"{name}={', '.join(map(str, kinds))}: loss.function is dpo, ipo, kto, orpo or simpo")
+        config.lost.append(f"{name}={', '.join(map(str, kinds))}: loss.function supports dpo, ipo, kto, orpo and simpo")
 
 
 def _kto_loss(config: Translation, value: Any, name: str) -> None:
     config.put("loss.function", "kto", name)
     if value != "kto":
-        config.lost.append(f"{name}={value}: loss.function is kto")
+        config.lost.append(f"{name}={value}: loss.function supports only kto")
 
 
 def _kto_order(config: Translation, value: Any, name: str) -> None:
@@ -190,7 +190,7 @@ def _is_of_accelerate(content: Mapping[str, Any]) -> bool:
 
 
 def _accelerated(config: Translation, given: Given) -> dict[str, Any]:
-    """Returns settings that follow from accelerate's file, a profile of TRL or arguments of `accelerate launch`."""
+    """Returns the settings from accelerate's file, a profile of TRL or arguments of `accelerate launch`."""
     launcher = {name: values[0] for name, values in options(given.command, str)[0].items() if values}
     if "accelerate" not in given.command:
         launcher = {}
@@ -213,9 +213,7 @@ def _kind(given: Given, words: Sequence[str]) -> str:
         TRANSFORMERS,
     }
     if other := {Path(word).stem for word in given.command} & {*_OTHER_KINDS}:
-        raise ConfigError(
-            f"trl {other.pop()}: only {', '.join(KINDS)} are translated; write a configuration of its own"
-        )
+        raise ConfigError(f"trl {other.pop()}: only {', '.join(KINDS)} are translated; write its configuration by hand")
     if len(named) == 1:
         return named.pop()
     shared = rows_of(TRAINER, _FUNCTIONS).keys() | _PARTS["of_all"].keys()
@@ -231,7 +229,7 @@ def _kind(given: Given, words: Sequence[str]) -> str:
     if len(hinted or candidates) == 1:
         return (hinted or candidates)[0]
     raise ConfigError(
-        f"{', '.join(sorted(known))}: several trainers of TRL have these arguments, with other defaults; write the "
+        f"{', '.join(sorted(known))}: several trainers of TRL have these arguments, with different defaults; put the "
         f"name of yours before them: {', '.join(KINDS)}"
     )
 
@@ -245,7 +243,7 @@ def _adapter(config: Translation, run: Settings) -> None:
 
 
 def _records(config: Translation, run: Settings) -> None:
-    """Sets packing, and what is in the loss: of conversations all tokens, unless assistant_only_loss is on."""
+    """Sets packing, and the tokens in the loss: all tokens of conversations, unless assistant_only_loss is on."""
     strategy = run["packing_strategy"]
     if is_on(run, "packing"):
         config.put("data.packing", {"batch": "rows"}, "packing")
@@ -291,7 +289,9 @@ def _policy(config: Translation, run: Settings) -> None:
     }
     function = "cispo" if kind == "cispo" else "gspo" if level == "sequence" else "ppo"
     if kind not in aggregations or (level == "sequence" and kind != "grpo"):
-        config.wrong.append(f"loss_type={kind}, importance_sampling_level={level}: loss.function is ppo, gspo or cispo")
+        config.wrong.append(
+            f"loss_type={kind}, importance_sampling_level={level}: loss.function supports ppo, gspo and cispo"
+        )
         return
     if kind == "cispo":  # TRL's bound is of the ratio itself
         low, high = 1.0, high - 1

@@ -248,7 +248,7 @@ class IndexedSection(FilesSection):
 
 
 class ImagesSection(Section):
-    """Sizes of images, for a model with model.vision; the processor in the tokenizer's folder says the rest."""
+    """Sizes of images, for a model with model.vision; the processor in the tokenizer's folder sets the rest."""
 
     min_pixels: Annotated[int | None, bounds.PIXELS] = Field(None, gt=0)
     """Smallest area of a resized image, in pixels; smaller images are enlarged. null: the processor's."""

@@ -119,7 +119,7 @@ class ModelSection(Section):
     experts: ExpertsSection | None = None
     """Mixture of experts in all or some layers; null: all layers are dense."""
     vision: VisionSection | None = None
-    """Vision tower, for training with images; null: the model reads text. With model.hf, {} takes the folder's
+    """Vision tower, for training with images; null: the model reads only text. With model.hf, {} takes the folder's
     tower."""
     num_labels: Annotated[int | None, bounds.VOCABULARY] = Field(None, gt=0)
     """Number of outputs of a head that replaces the vocabulary logits and reads the hidden state of a sequence's last

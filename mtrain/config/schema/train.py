@@ -280,7 +280,7 @@ AnyOptimizer = Annotated[
 
 
 class ValidSection(Section):
-    """Validation, which evaluates each sample of a set exactly once, and what follows from its results."""
+    """Validation, which evaluates each sample of a set exactly once; choice of the best checkpoints; early stopping."""
 
     interval_steps: int = Field(0, ge=0)
     """Steps between two validations; 0: validation only by at_start and at_end."""
@@ -294,11 +294,10 @@ class ValidSection(Section):
     """Number that decides the best checkpoints and early stopping: the loss of a set of data.valid, by its name, or
     `task/metric` of eval.tasks, such as `arc_easy/acc_norm`. null: the loss of the first set."""
     patience: int | None = Field(None, gt=0)
-    """Number of results of `metric` in a row without a better one after which the run ends early, with a checkpoint;
-    null: it trains all steps."""
+    """Number of results of `metric` in a row without an improvement after which the run saves a checkpoint and ends;
+    null: the run makes all steps."""
     min_improvement: float = Field(0.0, ge=0)
-    """Difference from the best result, in units of `metric`, above which another one counts as better; patience
-    only."""
+    """Improvement on the best result, in units of `metric`, that a result must exceed to reset `patience`."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.min_improvement > 0 and self.patience is None:
@@ -317,11 +316,11 @@ class EvalSection(Section):
     include_path: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """Folder with YAML files of your own tasks; null: only lm-eval's."""
     num_fewshot: int | None = Field(None, ge=0, le=1000)
-    """Number of solved examples before each question; null: as each task says."""
+    """Number of solved examples before each question; null: each task's own number."""
     limit: int | None = Field(None, gt=0)
     """Number of questions of each task, from the first; null: all."""
     apply_chat_template: bool = False
-    """Whether tasks put their questions as user messages in the run's chat template."""
+    """Whether questions are sent as user messages, with the run's chat template."""
     prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=1000)
     """Texts to continue, or user messages."""
     prompts_file: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)

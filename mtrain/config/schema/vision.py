@@ -26,21 +26,20 @@ class VisionSection(Section):
     patch_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Rows and columns of a patch, in pixels."""
     frames_per_patch: Annotated[int, bounds.WIDTH] = Field(2, gt=0)
-    """Number of frames in a patch; an image is repeated."""
+    """Number of frames in a patch; an image fills them with copies."""
     merge_size: Annotated[int, bounds.WIDTH] = Field(2, gt=0)
     """Number m: m x m neighbouring patches become one feature."""
     num_positions: Annotated[int, bounds.POSITIONS] = Field(gt=0)
-    """Rows of the table of positions, a square grid that is interpolated for each image."""
+    """Number of rows in the table of positions, a square grid that is interpolated for each image."""
     activation: Literal["gelu", "gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     """Activation of the tower's feed-forward part."""
     rope_sections: tuple[int, int, int]
-    """Number of rotated pairs of a head in the language model that turn with time, height and width; they
-    alternate."""
+    """Numbers of pairs of a head in the language model that rotate with time, height and width; the axes alternate."""
     deepstack: tuple[int, ...] = ()
     """Layers of the tower, counted from 0 and ascending, whose merged outputs are added to the hidden states of image
     tokens after the first layers of the language model, one after each (DeepStack); empty: none."""
     image_token: int = Field(ge=0)
-    """Token id whose embedding a feature replaces."""
+    """Id of the token whose embedding is replaced by a feature."""
     freeze_tower: bool = True
     """Whether the tower keeps its weights (freeze_vit, freeze_vision_tower)."""
     freeze_projector: bool = True

@@ -33,8 +33,8 @@ class Conversation:
     """A checked record of messages."""
 
     messages: list[dict[str, Any]]
-    """Messages as a template reads them, without nulls and weights. A content is a text or a list of parts: texts, and
-    images without their content."""
+    """Messages for the template, without nulls and weights. A content is a text or a list of parts: texts, and images
+    without their content."""
     tools: list[Any] | None
     variables: dict[str, Any]
     """Switches of the template, such as enable_thinking."""

@@ -92,7 +92,7 @@ class ChatEncoder:
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def encode(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:
-        """Encodes a record; its image files count from `folder`."""
+        """Encodes a record; paths of its images are relative to `folder`."""
         read_image = None if self._images is None else image_reader(self._images, folder)
         conversation = conversation_of(record, self._options.ignored, self._options.loss_on, read_image)
         form, conversation = self._read(conversation)
@@ -152,8 +152,8 @@ class ChatEncoder:
         return self._encoded(form, conversation, Cut(len(conversation.messages), True), text, []).ids
 
     def text(self, messages: Sequence[Mapping[str, Any]], begins_answer: bool) -> str:
-        """Returns messages as the template writes them, with the beginning of an answer, or up to the end of the last
-        message's content, which an answer continues."""
+        """Applies the template to messages; adds the beginning of an answer, or ends after the last message's content,
+        which an answer continues."""
         *_, text = self._written({"messages": [dict(message) for message in messages]}, begins_answer)
         if begins_answer:
             return text
@@ -364,7 +364,7 @@ def _with_lists(
 def _marked(parts: list[dict[str, str]]) -> list[dict[str, str]]:
     has_image = any("text" not in part for part in parts)
     if has_image and not "".join(texts_of(parts)).strip():
-        parts = [*parts, {"type": "text", "text": "."}]  # images alone have no text to mark
+        parts = [*parts, {"type": "text", "text": "."}]  # only texts can be marked
     marked = [{**part, "text": with_mark(part["text"], _PART)} if "text" in part else part for part in parts]
     return [{**part, _KEY: _KEY} for part in marked]
 
@@ -381,12 +381,12 @@ class _Format:
 def with_features(
     ids: NDArray[np.int32], weights: NDArray[np.float32], images: Sequence[EncodedImage], processor: ImageProcessor
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Repeats the token of each image for each of its features; none of these is in the loss."""
+    """Repeats the token of each image once for each feature, with a weight of 0 in the loss."""
     is_image = ids == processor.image_token
     if is_image.sum() != len(images):
         raise DataError(
             f"has {len(images)} image(s), but the template writes {is_image.sum()} token(s) for images "
-            f"({processor.image_token}); give data.chat_template a template that shows each image once"
+            f"({processor.image_token}); set data.chat_template to a template that writes each image once"
         )
     if len(ids) and is_image[-1]:
         raise DataError("ends with an image, after which nothing is predicted; remove it")

@@ -12,7 +12,7 @@ from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.core.batch.choices import MAKERS, shaped_experts
 
 IMAGE_KEYS = ("images", "image")
-"""Columns of images, which the messages of a record name."""
+"""Columns that can hold the images of a record."""
 _MEDIA = frozenset({*IMAGE_KEYS, "image_url", "video", "videos", "audio", "audios"})
 """Keys of images, video and audio in data for multimodal models."""
 IMAGES_NEED = "images are read only in finetuning on conversations, for a model with model.vision"

@@ -118,12 +118,12 @@ class RecordEncoder:
         return dict(zip(names, record.values()))
 
     def encode(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:
-        """Encodes a record as one sequence, with its extras; its image files count from `folder`."""
+        """Encodes a record as one sequence, with its extras; paths of its images are relative to `folder`."""
         record = self.renamed(record)
         sizes = dict(key_and_sizes(extra) for extra in self._section.extras)
         sample = self._encode({key: value for key, value in record.items() if key not in sizes}, folder)
         if self._images is not None and not sample.images and (sample.ids == self._images.image_token).any():
-            raise DataError(f"has the token of images, {self._images.image_token}, but no image; remove it")
+            raise DataError(f"has the image token, {self._images.image_token}, but no image; remove the token")
         return replace(sample, extras=token_extras(record, sizes, len(sample.ids))) if sizes else sample
 
     def _encode(self, record: dict[str, Any], folder: Path) -> TokenizedSample:

@@ -1,4 +1,4 @@
-"""State of a file on disk, by which a later start knows that it has not changed."""
+"""State of a file on disk, which tells a later start whether the file has changed."""
 
 import os
 from pathlib import Path
@@ -20,6 +20,6 @@ def state_of(path: Path) -> dict[str, int]:
 
 
 def is_settled(state: dict[str, int], read_at_ns: int) -> bool:
-    """Returns whether a write after the file was read, by the clock, would have changed its state: file systems have
-    coarse clocks, and a second change in the same tick would leave no trace."""
+    """Says whether every write after the file was read would change its state. File systems have coarse clocks, so a
+    second write in the same tick leaves no trace."""
     return max(state["mtime_ns"], state["ctime_ns"]) < read_at_ns - _SETTLED_NS

@@ -130,8 +130,8 @@ def _source_of_folder(folder: Path) -> Source:
     splits = sorted({match[0] for path in paths if (match := _SPLIT.match(path.name))})
     if len(splits) > 1 and revision_of(str(folder)) is not None:
         raise DataError(
-            f"{folder} is a dataset of the hub with several splits ({', '.join(splits)}); name the files of one by a "
-            f"pattern, as org/name/data/{splits[-1]}-*"
+            f"{folder} is a dataset of the hub with several splits ({', '.join(splits)}); select the files of one by "
+            f"a pattern such as org/name/data/{splits[-1]}-*"
         )
     source = _source_of_paths(paths, folder)
     kinds = Counter(file.kind.value for file in source.files)

@@ -37,7 +37,7 @@ class RowLimit(NamedTuple):
     too_long: TooLong
     """Treatment of sequences of more than seq_length + 1 tokens."""
     images: ImageProcessor | None = None
-    """Processor of the images of sequences, which no cut divides; None for a model that reads text."""
+    """Processor of images, which are never cut; None for a model that reads only text."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,11 @@ def _split(samples: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: i
 def _split_around(
     cache: TokenCache, numbers: range, pieces: Pieces, seq_length: int, shown: Mapping[int, NDArray[np.int64]]
 ) -> Pieces:
-    """Splits the samples with images anew; `shown` has the spans of their images by index in `numbers`."""
+    """Splits the samples with images again, so that no cut is inside an image.
+
+    Args:
+        shown: Spans of each sample's images, by index in `numbers`.
+    """
     anew = {numbers.start + index: places for index, places in shown.items() if len(places)}
     if not anew:
         return pieces

@@ -48,7 +48,7 @@ class Family:
     config.json decides."""
     is_ahead_read: bool = False
     is_vision_read: bool = False
-    """Whether the vision tower's tensors belong to the model (`model.vision`) instead of being copied."""
+    """Whether the vision tower's tensors are part of the model (`model.vision`); otherwise they are copied."""
 
     @property
     def carried(self) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ class Family:
         text = self.tower.text(start)
         if template is not None and not model.tied_embeddings and self.tower.may_hold_head(start):
             text[TIED] = False
-        # the tower is that of the template
+        # the template's tower is used
         described = model.model_copy(update={"vision": None})
         result = self.tower.with_text(start, text, config_of(described, self.entries, text, template is not None))
         return self.tower.with_inner_tying(result, model.tied_embeddings)

@@ -32,10 +32,10 @@ def default_sizes(layers: int, hidden: int, feed_forward: int, heads: int, vocab
 
 @dataclass(frozen=True)
 class TrainedTower:
-    """A vision tower that can be trained, with defaults of transformers."""
+    """Vision tower that can be trained, with the defaults of transformers."""
 
     types: tuple[str, ...]
-    """The model_type of the tower in transformers, followed by other names of it."""
+    """The tower's model_type in transformers, followed by other names for it."""
     image_token: int
     rope_sections: tuple[int, int, int]
     deepstack: tuple[int, ...] | None = None

@@ -33,7 +33,7 @@ class Curves:
 
     @property
     def comparable_passes(self) -> list[ValidRecord]:
-        """Returns the passes since the last change of validation sets or loss, which measured the same as the last."""
+        """Returns the passes since the last change of validation sets or loss, which are comparable with the last."""
         if not self.passes:
             return []
         last = self.passes[-1].step
@@ -71,10 +71,10 @@ def plot(run: str | os.PathLike[str], *others: str | os.PathLike[str]) -> LossFi
 
     Args:
         run: Result of `train` or `launch`, or a run folder; the run may be in progress.
-        others: More of them, to compare.
+        others: More runs, to compare.
 
     Returns:
-        Figure of matplotlib, which a notebook shows; `savefig` writes it to a file.
+        matplotlib figure, which a notebook shows; `savefig` writes it to a file.
 
     Raises:
         DataError: A folder has no record of a step.

@@ -53,7 +53,7 @@ def as_duration(seconds: float | None) -> str:
 
 
 def clock(time_s: float | None) -> str:
-    """Formats a Unix time in UTC, the clock of all pages, without naming the zone; empty if unknown."""
+    """Formats a Unix time in UTC, as on all pages, without the zone; empty if the time is None."""
     return "" if time_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(time_s))
 
 

@@ -106,7 +106,7 @@ class Sinks:
 _BAR_WIDTH, _SHORTEST_BAR = 40, 8
 """Usual width of the bar in characters, and its width on a narrow terminal."""
 _CELL_INTERVAL_S, _MAX_CELL_LINES = 0.2, 20
-"""Least time between two moves of a notebook's bar, and number of lines under it."""
+"""Smallest interval between two updates of a notebook's bar, and largest number of lines under it."""
 
 
 class ConsoleSink:
@@ -197,7 +197,7 @@ class ConsoleSink:
 
 
 class CellBar:
-    """Progress of a run as one output of a notebook's cell, with the lines of validations under it."""
+    """Progress bar of a run in a notebook's cell, with lines of validations below."""
 
     def __init__(self, num_steps: int, step: int, clock: Callable[[], float]) -> None:
         self._num_steps, self._step, self._clock = num_steps, step, clock
@@ -206,7 +206,7 @@ class CellBar:
         self._show()
 
     def advance(self, step: int, text: str) -> None:
-        """Moves the bar to a step; the page gets only some of many quick steps."""
+        """Moves the bar to a step; quick steps are shown only every `_CELL_INTERVAL_S`."""
         self._step, self._text = step, text
         if self._clock() - self._shown_s >= _CELL_INTERVAL_S:
             self._show()

@@ -149,7 +149,7 @@ def _starts(events: Sequence[RunEvent], status: RunStatus, now_s: float) -> Iter
 
 
 def _words(event: RunEvent) -> str:
-    """Returns what an event without a text says."""
+    """Returns the description of an event without a text."""
     ranks, layout = event.facts.get("world_size"), event.facts.get("layout")
     if event.kind is EventKind.START:
         return ", ".join([*([f"{ranks} ranks"] if ranks else []), *([str(layout)] if layout else [])])
@@ -231,7 +231,7 @@ def _model(keys: Mapping[str, Any]) -> str:
 
 
 def _architecture(config: str) -> str:
-    """Returns the family, by its name in Hugging Face's config.json, and the number of parameters; empty if unknown."""
+    """Returns the family's model_type in Hugging Face and the number of parameters; empty if unknown."""
     if not config:
         return ""
     content, _ = current_names(read_yaml(config).content, "config.yaml")

@@ -1,4 +1,4 @@
-"""A run as a program or a notebook gets it from `mtrain.train` and `mtrain.launch`."""
+"""The run that `mtrain.train` and `mtrain.launch` return."""
 
 import os
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from mtrain.runs.folder import RunFolder
 
 @dataclass(frozen=True)
 class TrainingRun(os.PathLike[str]):
-    """Run folder that shows the state of its run; every function that takes the path of a run accepts it."""
+    """Path of a run folder, with the state of its run; every function that takes the path of a run accepts it."""
 
     folder: Path
 
@@ -22,7 +22,7 @@ class TrainingRun(os.PathLike[str]):
 
     @property
     def status(self) -> RunStatus:
-        """State, latest step and validation, newest checkpoint and alarms, read from the folder now."""
+        """State, latest step and validation, newest checkpoint and alarms, read from the folder at each access."""
         return read_status(self.folder)
 
     @property

@@ -40,7 +40,7 @@ def moment(iso: str) -> str:
 
 
 def data_url(image: bytes) -> str:
-    """Puts an image into a page; a browser recognises its format by its first bytes."""
+    """Returns an image as a data: URL for a page. Browsers recognise the format by the first bytes."""
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
