@@ -51,6 +51,7 @@ SPECIAL: dict[str, list[Any]] = {
     "data.test": [[{"path": "c"}]],
     "data.split": [[0.9, 0.1, 0.0]],
     "data.curriculum": [[{"from_step": 4, "sources": [{"path": "b"}]}]],
+    "data.images": [{"min_pixels": 64, "max_pixels": 4096}],
     "data.extras": [["advantages", "old_logprobs"]],
     "data.ignore_keys": [["id"]],
     "data.chat_date": ["2025-01-31"],
