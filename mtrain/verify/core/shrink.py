@@ -107,6 +107,7 @@ def small(
     content["adapter"] = None if config.adapter is None else _adapter(config.adapter)
     content["layout"] = {}
     content["train"] |= {"global_batch_size": batch, "micro_batch_size": batch, "compile": _compilation(config)}
+    content["train"]["fp8_recipe"] = None  # others need wider sizes than small models have
     if config.train.tokens_per_micro_batch is not None:
         ratio = min(_MAX_WIDTH, config.row_width // config.data.seq_length)
         content["train"] |= {"micro_batch_size": 1, "tokens_per_micro_batch": ratio * length}
