@@ -132,15 +132,15 @@ class Engine(Turns):
                 None: `Datum.temperature` of each sample, by default 1.
             routed_experts: Whether to return each token's experts, for `Datum.routed_experts` of later passes; one more
                 all-reduce over all ranks for each layer with experts.
-            likeliest: Whether to say of each token if no other is likelier, as greedy decoding asks, which costs one
-                more all-reduce over tensor-parallel ranks for each chunk of tokens.
+            likeliest: Whether to return if greedy decoding would choose each token. One more all-reduce over
+                tensor-parallel ranks for each chunk of tokens.
 
         Raises:
             ConfigError: Routed experts are requested or given, but the model has no experts, or drops tokens.
             DataError: A sample does not fit the configuration.
         """
-        wanted: dict[FurtherScore, bool] = {"entropy": entropy, "likeliest": likeliest}
-        further = tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        requested: dict[FurtherScore, bool] = {"entropy": entropy, "likeliest": likeliest}
+        further = tuple(name for name, is_requested in requested.items() if is_requested)
         query = AskedScores(further, temperature, routed_experts)
         return token_scores(batch, query, self._built().model, self._batches)
 

@@ -377,7 +377,7 @@ def heads(config: Sections) -> Iterator[str]:
 
 
 def images(config: Sections) -> Iterator[str]:
-    """Checks that nothing is combined with a vision tower that does not run with one yet."""
+    """Checks that no unsupported feature is combined with a vision tower."""
     vision, train = config.model.vision, config.train
     if vision is None:
         return

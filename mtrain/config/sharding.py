@@ -1,4 +1,4 @@
-"""Rules of `layout.shard=weights`: what does not run with divided weights yet, each refused by name."""
+"""Rules of `layout.shard=weights`: unsupported features, each refused by name."""
 
 from collections.abc import Iterator
 

@@ -345,10 +345,10 @@ class RowsOfRank:
         rows = [plan.rows(number, self._dp_rank) for number in range(plan.num_microbatches)]
         if self._form.patches_per_feature is None:
             return [self._microbatch(of_batch, samples.sample, has_first) for of_batch in rows]
-        own = [slot for of_batch in rows for row in of_batch for slot in row]
-        # an image takes 10 to 100 ms, which Pillow and numpy spend without the interpreter's lock
+        local_slots = [slot for of_batch in rows for row in of_batch for slot in row]
+        # decoding an image takes 10 to 100 ms, during which Pillow and numpy release the interpreter's lock
         with ThreadPoolExecutor(min(_MOST_READERS, len(os.sched_getaffinity(0)))) as readers:
-            read = dict(zip(own, readers.map(samples.sample, own)))
+            read = dict(zip(local_slots, readers.map(samples.sample, local_slots)))
         return [self._microbatch(of_batch, read.__getitem__, has_first) for of_batch in rows]
 
     def _microbatch(

@@ -32,7 +32,7 @@ _NOT_OF_RECORDS = frozenset(
 )
 """Keys that affect neither a record's tokens nor whether it is valid. Another value of any other key means another
 entry, even if the encoder's fingerprint ignores it: a record that one value refuses may be accepted by another. The
-encoder's fingerprint has the processor of images."""
+encoder's fingerprint includes the processor of images."""
 _MOST_SHOWN = 3
 
 
@@ -53,7 +53,7 @@ class SftCaches:
         self._section, self._model, self._columns = section, model, columns or section.extra_columns
         self._added = tokenizer.added
         self.images = image_processor(section, model)
-        """Processor of images; None if the model reads text."""
+        """Processor of images; None if the model reads only text."""
         self._of_records = (compares, model.head, bool(columns), self.images)
         # left out if empty, so that entries of versions without these keys remain valid
         empty = {key for key in ("extras", "columns", "chat_template_kwargs") if not getattr(section, key)}

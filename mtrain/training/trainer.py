@@ -198,7 +198,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
 
 def _say_if_finished(folder: RunFolder, num_steps: int) -> None:
     newest = None
-    with contextlib.suppress(DataError):  # the load says it
+    with contextlib.suppress(DataError):  # loading reports it
         newest = newest_good(folder.checkpoints).entry
     if newest is not None and newest.step >= num_steps:
         _log.info(
@@ -378,7 +378,7 @@ class _Loop:
         return patience
 
     def _end_early(self, step: int) -> None:
-        """Makes this step the last one."""
+        """Ends the run after this step."""
         self._last = step
         if self.run.model.groups.rank == 0:
             _log.info(f"the run ends early after step {step}: {self._patience}; raise valid.patience to train on")

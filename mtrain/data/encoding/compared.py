@@ -63,12 +63,12 @@ def source_encoder(
 
 
 def image_processor(section: SftSection, model: ModelSection) -> ImageProcessor | None:
-    """Returns the processor of the tokenizer's folder; None if the model reads text."""
+    """Returns the processor of the tokenizer's folder; None if the model reads only text."""
     vision, limits = model.vision, section.images
     if vision is None:
-        given = next((f"{name}={value}" for name, value in limits.model_dump().items() if value is not None), None)
-        if given is not None:
-            raise ConfigError(f"data.images.{given} has no effect without model.vision; set that, or remove it")
+        limit = next((f"{name}={value}" for name, value in limits.model_dump().items() if value is not None), None)
+        if limit is not None:
+            raise ConfigError(f"data.images.{limit} has no effect without model.vision; set model.vision, or remove it")
         return None
     assert section.tokenizer is not None  # a rule of the section
     return ImageProcessor(tokenizer_file(section.tokenizer).parent, vision, limits)

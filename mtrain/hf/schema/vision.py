@@ -31,7 +31,7 @@ _DEEPSTACK = "deepstack_visual_indexes"
 _NEUTRAL = {_DEEPSTACK: [], "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}}
 """Field -> the only value that is supported, besides null."""
 _OTHERS = ("model_type", "initializer_range", "out_hidden_size", "hidden_act")
-"""Fields that are read elsewhere, or only by a new tower."""
+"""Fields that are read elsewhere, or only initialise a new tower."""
 
 
 def vision_of(config: Mapping[str, Any], text: Mapping[str, Any], family: TrainedTower) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def vision_of(config: Mapping[str, Any], text: Mapping[str, Any], family: Traine
 
 
 def with_tower(table: Table, model: ModelSection, prefix: str) -> Table:
-    """Adds the tensors of a model's tower, named `prefix` and transformers' name; the same table without a tower."""
+    """Adds the tensors of a model's tower, named `prefix` + name in transformers; without one, changes nothing."""
     if model.vision is None:
         return table
     shapes = tower_shapes(model.vision, model.hidden_size)

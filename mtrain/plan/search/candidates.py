@@ -76,7 +76,7 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
 
 
 def shards(config: Sections, layout: Layout) -> tuple[Shard, ...]:
-    """Returns what the data-parallel ranks of a layout may divide, for `dp` that includes `cp`."""
+    """Returns the values of `layout.shard` that a layout allows; its `dp` includes `cp`."""
     section = LayoutSection().model_copy(update={"shard": "weights", "etp": layout.etp})
     sections = config.model_copy(update={"layout": section, "train": train_of("weights", config.train)})
     is_legal = layout.dp > 1 and not any(sharding.broken_rules(sections))
@@ -84,7 +84,7 @@ def shards(config: Sections, layout: Layout) -> tuple[Shard, ...]:
 
 
 def train_of(shard: Shard, train: TrainSection) -> TrainSection:
-    """Returns the section for what ranks divide, without OVERLAPS for divided weights."""
+    """Returns the section for a value of `layout.shard`: without OVERLAPS for divided weights."""
     return train.model_copy(update=dict.fromkeys(OVERLAPS if shard == "weights" else (), False))
 
 

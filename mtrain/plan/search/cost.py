@@ -281,8 +281,8 @@ def _data_parallel(work: Workload, stage: StepTime, parameters: RankParameters) 
 
 
 def _layer_by_layer(work: Workload, stage: StepTime, groups: Sequence[tuple[int, Group]]) -> tuple[Transfer, float]:
-    """Predicts the transfers of divided weights, and the seconds that computation hides: each microbatch gathers every
-    layer for its forward and its backward pass, while another layer computes, and sums its gradients."""
+    """Predicts the transfers of divided weights, and the seconds that computation hides. Each microbatch gathers every
+    layer before its forward and its backward pass, and sums its gradients, while other layers compute."""
     layers = work.config.model.num_layers / work.layout.pp
     gathers, sums = Transfer(), Transfer()
     for number, group in groups:
@@ -290,7 +290,7 @@ def _layer_by_layer(work: Workload, stage: StepTime, groups: Sequence[tuple[int,
             gathers += gathered(work.cluster, group, number / layers * work.element_bytes) * layers
             sums += gathered(work.cluster, group, number / layers * FP32_BYTES) * layers
     root = root_elements(work.config.model, work.layout, 0) * work.element_bytes
-    again = gathers + gathered(work.cluster, groups[0][1], root) * -1  # stays gathered
+    again = gathers + gathered(work.cluster, groups[0][1], root) * -1  # the output layer stays gathered
     forward = (stage.matrices + stage.attention) / 3
     hidden = min(0.95 * gathers.seconds, forward)
     hidden += min(0.95 * (again + sums).seconds, 2 * forward + stage.recompute)

@@ -48,7 +48,7 @@ _PACKED_SHARES = (0.5, 0.1, 0.8, 0.3, 0.2, 1.0, 0.6)
 _NO_IMAGE_EVERY = 4
 """Every fourth sample has no images, if the model has a vision tower."""
 _MOST_BEFORE_IMAGE = 6
-"""Bound of the number of tokens before an image of a document, and between two."""
+"""Exclusive bound of the number of tokens before an image of a document, and between two images."""
 _SHORT_EVERY = 5
 """Every fifth row is padded by a quarter, except those with loss tokens at the end."""
 
@@ -165,7 +165,7 @@ def _of_documents(text: Text) -> Sample:
 
 
 def _images_of(text: Text, vision: VisionSection) -> SampleImages | None:
-    """Converts the images of a text, like the reader of finetuning data."""
+    """Converts images as the reader of finetuning data does."""
     if not text.pictures:
         return None
     length, grids = len(text.ids) - 1, []

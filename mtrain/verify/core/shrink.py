@@ -98,7 +98,7 @@ def small(
 
     `overrides` are further changes, by section and key.
     """
-    # images are drawn, as the small tower has patches of its own
+    # images are random, since the small tower has other patches
     reads = reads_files(config.data) and config.model.vision is None
     length = multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
     batch = multiple_from(batch_size, [trial.batch_divisor for trial in trials])

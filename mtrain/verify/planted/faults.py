@@ -71,7 +71,7 @@ def _without_tied_group(sharded: ShardedModel, sums: StepSums, groups: Groups, *
 
 
 def _averaged_over_shards(sharded: ShardedModel, sums: StepSums, groups: Groups, *arguments: Any) -> GlobalTotals:
-    """Divides as fully_shard does unless each of its units is told otherwise."""
+    """Divides gradients by the number of ranks, as fully_shard does by default."""
     totals = finalize_gradients(sharded, sums, groups, *arguments)
     if groups.layout.shard == "weights":
         sharded.scale_gradients(1 / groups.dp_cp.size())

@@ -32,14 +32,14 @@ from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Picture:
-    """Image in a sample, which takes the tokens from `start` on, one for each merge x merge patches."""
+    """Image in a sample: takes one token for each merge x merge patches, from `start` on."""
 
     start: int
     rows: int
     """Height in patches."""
     columns: int
     pixels: NDArray[np.float32]
-    """Flattened patches, [rows x columns, numbers], block of merge x merge patches by block."""
+    """Flattened patches, [rows x columns, elements of a patch], ordered by blocks of merge x merge patches."""
 
 
 @dataclass(frozen=True)

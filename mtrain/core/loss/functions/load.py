@@ -37,7 +37,7 @@ def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
 
 
 def with_options(function: Any, label: str, options: Mapping[str, Any]) -> LossFunction:
-    """Binds options of a loss function, which messages call `label`.
+    """Binds options of a loss function; messages name the function by `label`.
 
     Raises:
         ConfigError: The signature does not accept the options, or requires others.

@@ -48,7 +48,7 @@ def _fingerprint(name: str, function: str) -> str:
 
 
 def _source_of_main(function: str) -> bytes:
-    """Returns the source of the program, or of its function if the program is a notebook, which is no file."""
+    """Returns the source of the program; in a notebook, which has no file, the source of the function."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     return inspect.getsource(getattr(main, function)).encode() if file is None else Path(file).read_bytes()
@@ -64,7 +64,7 @@ def _user_modules(name: str, function: str) -> dict[str, bytes]:
         return package == user_package or (package not in _FOREIGN_PACKAGES and _is_outside(_spec(package)))
 
     seen, pending = set[str](), [name]
-    if name == "__main__":  # which no spec describes
+    if name == "__main__":  # it has no import spec
         contents[name] = _source_of_main(function)
         pending = list(_imported(contents[name], ""))
     while pending:

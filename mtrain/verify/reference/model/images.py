@@ -1,4 +1,4 @@
-"""Images: features in the place of embeddings, and positions on three axes.
+"""Images: features that replace embeddings, and positions on three axes.
 
 The tower is transformers' own module in the reference as in the run: what is judged is where its features go, how
 positions count, and how gradients add up. Source of positions: Qwen2-VL (Wang et al. 2024), section 2.1; the axes of
@@ -97,8 +97,8 @@ def axes_of(rows: Rows, vision: VisionSection) -> Tensor:
 
 
 def positions_of_pairs(axes: Tensor, num_pairs: int, vision: VisionSection) -> Tensor:
-    """Returns the position by which each pair of a head turns, [batch, seq, pairs]: pairs take time, height and width
-    in turn, and time alone where the pairs of the others are used up."""
+    """Returns the position by which each pair of a head rotates, [batch, seq, pairs]: time, height and width alternate;
+    when the pairs of height and width are used up, all others take time."""
     taken = []
     for pair in range(num_pairs):
         axis = pair % 3
