@@ -98,7 +98,7 @@ def _kto_loss(config: Translation, value: Any, name: str) -> None:
 
 
 def _kto_order(config: Translation, value: Any, name: str) -> None:
-    line = f"{name}={value}: samples are always in an order that follows from train.seed"
+    line = f"{name}={value}: the order of samples always follows from train.seed"
     if value == "sequential":
         config.notes.append(line)
     elif value != "random":
