@@ -25,7 +25,7 @@ def test_h_means_help_everywhere(words: list[str]) -> None:
 
 
 def test_every_key_is_reached_by_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever types any part of a key, and takes what is offered section by section, arrives at the key."""
+    """Typing any part of a key and accepting the completion of each section leads to the key."""
     monkeypatch.chdir(tmp_path)
     drawn = random.Random(6)
     for key in drawn.sample(KEYS, 40):

@@ -1,4 +1,4 @@
-"""Rules of model.vision: what does not run with a tower yet is refused by name."""
+"""Rules of model.vision: unsupported features are refused by name."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`mtrain convert export --push`: huggingface_hub uploads to a server on loopback that keeps what it gets."""
+"""`mtrain convert export --push`: huggingface_hub uploads to a server on loopback that records requests."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_name_is_the_snapshot_of_its_revision(home: Path) -> None:
 
 
 def test_what_is_not_in_the_cache_stays_as_it_is(home: Path) -> None:
-    """Drawn texts, an existing folder of the same name, a revision and a kind that the cache lacks."""
+    """Random texts, an existing folder of the same name, and a revision and a kind that the cache lacks."""
     put(home, "org/name", OLD, {"config.json": b"{}"})
     draw = random.Random(3)
     texts = ["".join(draw.choices("ab/@.-_ é*", k=draw.randint(1, 12))) for _ in range(300)]

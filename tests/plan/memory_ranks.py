@@ -36,7 +36,7 @@ class Measured(NamedTuple):
 
 
 def measured(groups: Groups, configs: Sequence[Config]) -> list[Measured]:
-    """Measures second steps, as the first one allocates what stays."""
+    """Measures second steps, since the first one allocates memory that stays."""
     return [_measured(groups, config) for config in configs]
 
 
@@ -74,11 +74,11 @@ class State(NamedTuple):
     alive: int
     """Bytes of all tensors when gradients are known, beyond those before the model was built."""
     forward_backward_peak: int
-    """Most bytes beyond weights and optimizer while gradients are computed."""
+    """Largest number of bytes beyond weights and optimizer while gradients are computed."""
 
 
 def states(groups: Groups, configs: Sequence[Config]) -> list[State]:
-    """Measures second steps, as the first one allocates what stays."""
+    """Measures second steps, since the first one allocates memory that stays."""
     return [_state(groups, config) for config in configs]
 
 

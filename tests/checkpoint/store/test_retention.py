@@ -105,7 +105,7 @@ def test_losses_of_different_measures_do_not_compete(results: dict[int, tuple[fl
 
 @pytest.mark.parametrize("is_higher", [True, False])
 def test_the_best_by_a_metric_of_tasks_stays_on_disk(tmp_path: Path, is_higher: bool) -> None:
-    """Values of other names, and validation losses, have a best of their own."""
+    """Each metric name, and the validation loss, has its own best checkpoint."""
     for step, name, value in ((10, "a", 3.0), (20, "a", 1.0), (30, "a", 2.0), (40, "b", 9.0), (60, "a", 2.0)):
         save(tmp_path, step)
         metric = {"name": name, "value": value, "is_better_if_higher": is_higher}

@@ -31,7 +31,7 @@ class Program(NamedTuple):
 
     translate: Callable[[Mapping[str, Any], Path], Translation]
     base: Mapping[str, Any]
-    """What it is always given."""
+    """Arguments of every call."""
     rows: Mapping[str, Row]
     fields: Callable[[], dict[str, Any]]
     """Names and defaults of the fields of its argument classes."""

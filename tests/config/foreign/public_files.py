@@ -32,7 +32,7 @@ _VERBS: dict[str, Callable[[Sequence[str]], Translation]] = {
     "trl": from_trl,
 }
 _MISSING = ("model", "run", "train.num_steps", "data", "optimizer.lr")
-"""What a translation may leave to the user."""
+"""Keys that a translation may leave to the user."""
 
 
 class PublicFile(NamedTuple):
@@ -79,7 +79,7 @@ def public_files() -> list[PublicFile]:
 
 
 def completed(found: Translation) -> Config:
-    """Returns the configuration that the written file is, with what it leaves to the user.
+    """Returns the configuration in the written file, completed with the keys that it leaves to the user.
 
     Raises:
         ConfigError: It leaves more to the user than names of places and a model.
@@ -102,7 +102,7 @@ def completed(found: Translation) -> Config:
 
 
 def _model(layout: Mapping[str, int]) -> dict[str, Any]:
-    """Returns a model that the layout divides, with experts if it divides those."""
+    """Returns a model that fits the layout, with experts if the layout divides experts."""
     heads = 8 * layout.get("tp", 1)
     model = {"num_layers": 64, "hidden_size": 64 * heads, "ffn_hidden_size": 128 * heads, "num_attention_heads": heads}
     experts = {"num_experts": 8 * layout.get("ep", 1), "top_k": 2, "ffn_hidden_size": 64 * layout.get("etp", 1)}

@@ -59,7 +59,7 @@ CARRIED = (
 
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if name not in ("transformers", "trl grpo", "trl cpo")])
 def test_a_drawn_file_means_the_same(program: str, tmp_path: Path) -> None:
-    """Each key has the value that the program gives it, by the setting or by default, unless the head names it."""
+    """Each key has the value of the setting or of the program's default, unless the header names it."""
     way, fields = PROGRAMS[program], PROGRAMS[program].fields()
     known = {name: row for row in CARRIED for name in row.names.split() if name in fields}
     for seed in range(8):
@@ -308,7 +308,7 @@ def test_ways_to_write_an_argument(translate: Callable[[list[str]], Any], one: s
 
 
 def test_null_is_no_default(tmp_path: Path) -> None:
-    """null turns off what it turns off there; elsewhere the head says that the default is used."""
+    """null turns a feature off as in the program; otherwise the header says that the default is used."""
     base = PROGRAMS["trl sft"].base
     found = PROGRAMS["trl sft"].translate({**base, "max_length": None, "max_grad_norm": None, "seed": None}, tmp_path)
     assert (found.get("data.seq_length"), found.get("optimizer.clip_grad"), found.get("train.seed")) == (None, 0, 42)

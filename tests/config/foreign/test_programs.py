@@ -20,7 +20,7 @@ _UNUSED_SECTIONS = tuple(f"{name}." for name in table("megatron_bridge")["unused
 _SET_LATER = {
     "output_dir": "trainer_output",  # transformers' __post_init__
 }
-"""Fields whose default is not in the class: name -> what it becomes."""
+"""Fields whose default is not in the class: name -> default."""
 _FILE_TYPES = (str, int, float, list, dict)
 
 
@@ -47,7 +47,7 @@ def test_defaults_are_those_of_the_classes(program: str) -> None:
 
 @_ALL
 def test_a_default_that_is_given_changes_nothing(program: str, tmp_path: Path) -> None:
-    """Every default that differs from ours is written where the field is absent, as where it is given."""
+    """An absent field has the same effect as its default value, for every default that differs from ours."""
     way = PROGRAMS[program]
     absent = way.translate(way.base, tmp_path)
     wrong = {}

@@ -28,7 +28,7 @@ def test_a_public_file_loads(file: PublicFile, tmp_path: Path) -> None:
 
 @_ALL
 def test_a_public_file_is_recognised(file: PublicFile, tmp_path: Path) -> None:
-    """Given to `check`, or to another program's verb, it is named as what it is."""
+    """`check` and the verbs of other programs name the file's own program."""
     path = file.write(tmp_path)
     other = "trl" if file.verb == "axolotl" else "axolotl"
     for words in (("check", path, "--world-size", "1"), ("from", other, path)):
@@ -40,7 +40,7 @@ def test_a_public_file_is_recognised(file: PublicFile, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("typo", ["modle", "trian", "optim"])
 def test_a_configuration_of_ours_with_a_typo_is_no_foreign_file(typo: str, tmp_path: Path) -> None:
-    """Keys that another program has as well do not speak for it."""
+    """Keys that several programs share are no evidence for one of them."""
     train = {"global_batch_size": 8, "micro_batch_size": 1, "num_steps": 4, "seed": 1}
     optimizer = {"lr": 1e-3, "min_lr": 0.0, "weight_decay": 0.1, "clip_grad": 1.0}
     mine = content(train=train, optimizer=optimizer, checkpoint__async_save=False, **{f"{typo}__x": 1})

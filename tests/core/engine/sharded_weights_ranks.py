@@ -153,7 +153,7 @@ def _after_a_look(built: Any, objective: Any, rows: Any) -> Callable[..., Any]:
 
 
 def begins_rounded(groups: Groups, config: Config) -> bool:
-    """Says whether a drawn model's main weights are numbers of the precision that computes."""
+    """Says whether the main weights of an initialised model are rounded to the precision that computes."""
     model = build_rank_model(config, groups, weights_follow=True)
     initialize(model)
     computes_in = DTYPES[config.train.precision]

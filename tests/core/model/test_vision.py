@@ -73,7 +73,7 @@ FORM = RowForm(8, TERMS, is_packed=True, isolates_documents=True, patches_per_fe
 
 
 def with_images(first: int, places: list[int], num_features: int) -> Sample:
-    """Builds a sample whose tokens, pixels and axes have numbers of its own."""
+    """Builds a sample whose tokens, pixels and axes differ from those of other samples."""
     length = len(places)
     images = SampleImages(
         pixels=np.full((4 * num_features, 2), first, np.float32),

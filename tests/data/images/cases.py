@@ -1,4 +1,4 @@
-"""A folder of a small model that reads images, drawn pictures, and transformers' processor as the judge."""
+"""A folder of a small model that reads images, random images, and transformers' processor as the oracle."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_vision_folder(folder: Path) -> Path:
 
 
 def image_token(folder: Path) -> int:
-    """Returns the id of the token of images."""
+    """Returns the id of the image token."""
     token = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|image_pad|>")
     assert token is not None, "a token of the folder"
     return token

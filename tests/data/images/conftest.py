@@ -1,4 +1,4 @@
-"""The folder of a small model that reads images, and its judge."""
+"""The folder of a small model that reads images, and its oracle."""
 
 from __future__ import annotations
 

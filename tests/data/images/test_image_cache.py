@@ -1,4 +1,4 @@
-"""Images in the token cache: stored once, read back, and tokenised anew where a picture has changed."""
+"""Images in the token cache: stored once, read back, and tokenised again if an image has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples with images: cuts leave images whole, and every piece has the patches, places and positions of its own."""
+"""Samples with images: cuts leave images whole, and every piece has its own patches, features and positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts with divided weights are planned where they pay, at the cost of what they send."""
+"""`mtrain plan` chooses divided weights where they pay, and counts their transfers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_transfers_hide_behind_layers_unless_the_network_is_slow() -> None:
 
 
 def test_32b_is_sharded_on_eight_gpus() -> None:
-    """Only divided weights fit there, and the user's switches of overlaps, which they refuse, are left out."""
+    """Only divided weights fit, and the user's keys for overlap, which divided weights refuse, are left out."""
     given = of("qwen3_32b", *SMALL)
     assert given.train.overlap_param_gather
     found = search(given, 8, H100, 80 * GIB)

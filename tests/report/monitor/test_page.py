@@ -127,7 +127,7 @@ def test_a_head_says_only_what_is_known(model: str, shown: str | None, tmp_path:
 
 
 def test_all_pages_have_one_clock(requeued: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page made elsewhere says the same times, of a zone that it names once."""
+    """A page shows the same times in every time zone, and names the zone once."""
     pages = []
     for zone in ("UTC", "America/New_York", "Asia/Kolkata"):
         monkeypatch.setenv("TZ", zone)

@@ -1,4 +1,4 @@
-"""`valid.metric` and `valid.patience`: what decides the best checkpoints, and a run that ends early."""
+"""`valid.metric` and `valid.patience`: best checkpoints, and runs that end early."""
 
 from __future__ import annotations
 
