@@ -16,6 +16,7 @@ from torch import Tensor
 from mtrain.checkpoint.state.load import save_checkpoint
 from mtrain.checkpoint.state.start_weights import load_hf_weights
 from mtrain.config import Config
+from mtrain.core.engine import host_moments
 from mtrain.core.engine.rank_model import build_model, build_rank_model
 from mtrain.core.engine.sharded_model import DataParallel
 from mtrain.core.layers import vision
@@ -128,6 +129,14 @@ def train_both(
 ) -> list[Outcome]:
     """Trains each configuration from the same parameters; one without a tower leaves those of the tower."""
     return [train(groups, config, parameters, batches) for config in configs]
+
+
+def train_by_place(
+    groups: Groups, configs: Sequence[Config], parameters: Mapping[str, Any], batches: Sequence[GlobalBatch]
+) -> list[Outcome]:
+    """Trains each configuration; moments on the host move a few parameters at a time."""
+    with mock.patch.object(host_moments, "MOMENTS_AT_ONCE_BYTES", 2**13):
+        return train_both(groups, configs, parameters, batches)
 
 
 def train_from_folder(groups: Groups, config: Config, batches: Sequence[GlobalBatch], checkpoints: Path) -> None:

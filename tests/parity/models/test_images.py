@@ -14,7 +14,7 @@ from mtrain.config import Config
 from mtrain.core.layers.vision import built_tower
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, Deviation, relative, worst
-from tests.parity.image_ranks import FAULTS, frequencies, train_both, train_with
+from tests.parity.image_ranks import FAULTS, frequencies, train_both, train_by_place, train_with
 from tests.parity.images import MIXED, ONE, Exact, Kind, drawn, exact, initial, knobs
 from tests.parity.ranks import Outcome, train
 from tests.pool import Pool, RankFailed
@@ -124,6 +124,18 @@ def test_frozen_parts_keep_every_bit(pool: Pool, vision: dict[str, bool]) -> Non
     for name, value in initial("dense").items():
         if name.startswith("vision.") and not (vision and name.startswith("vision.merger.")):
             np.testing.assert_array_equal(outcome.parameters[name], value.astype(np.float32), err_msg=name)
+
+
+def test_moments_of_a_tower_on_the_host_change_no_bit(pool: Pool) -> None:
+    each = case(4, num_layers=2, pp=2, dp=2)
+    on_device = config_of(each, "dense", TRAINED)
+    on_host = config_of(each, "dense", TRAINED, train__offload_optimizer=True)
+    ranks = pool.run(train_by_place, each.resolved(on_host), [on_device, on_host], initial("dense"), steps())
+    device, host = ranks[0]
+    measured(host, reference("dense", tuple(TRAINED)), on_host).assert_below()
+    assert host.parameters is not None
+    assert device.parameters is not None
+    assert all(np.array_equal(host.parameters[name], value) for name, value in device.parameters.items())
 
 
 def test_adapters_on_a_frozen_tower_learn_from_images(pool: Pool) -> None:
