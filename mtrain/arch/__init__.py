@@ -18,6 +18,7 @@ from mtrain.arch.parameters import (
     num_active_parameters,
     num_padded_parameters,
     num_parameters,
+    num_trained_parameters,
     padded_vocab_size,
     parameters_on_rank,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "num_attended_pairs",
     "num_padded_parameters",
     "num_parameters",
+    "num_trained_parameters",
     "padded_vocab_size",
     "parameters_on_rank",
     "peak_flops",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
-from mtrain.arch.adapters import holds_narrow, in_layer, learns_output
+from mtrain.arch.adapters import holds_narrow, in_layer, learns_output, trained_beside
 from mtrain.arch.features import LAYER_PARTS, alike, kinds, present
 from mtrain.arch.features.feature import EMBEDDING, AdaptedMatrix, hidden_local
 from mtrain.arch.layout import Layout, most_microbatches
@@ -150,6 +150,11 @@ class Activations:
         return self.chunks_in_flight(pp_rank) * largest
 
     @property
+    def adapter(self) -> AdapterSection | None:
+        """What is trained on a frozen language model; see `trained_beside`."""
+        return trained_beside(self.config.model, self.config.adapter)
+
+    @property
     def tokens(self) -> int:
         """Tokens of one microbatch on this rank."""
         return self.config.train.micro_batch_size * self.config.row_width // self.layout.cp
@@ -223,7 +228,7 @@ class Activations:
     def passing_bytes(self) -> int:
         """Estimates the gradients between the projections of a feed-forward part, and the gradient of its weight before
         float32 accumulation."""
-        model, adapter = self.config.model, self.config.adapter
+        model, adapter = self.config.model, self.adapter
         wide = max(part.inner_elements(model, self.layout) for part in present(model))
         hidden_twice = 2 * hidden_local(model, self.layout)
         if adapter is None:
@@ -236,9 +241,9 @@ class Activations:
     def _matrix_bytes(self, wide: int) -> int:
         """Estimates copies of the first projection's frozen weight (in float32, and for DoRA its sum with B A for row
         lengths), minus tensors that do not exist yet at that moment."""
-        config, model = self.config, self.config.model
-        assert config.adapter is not None, "only called with frozen weights"
-        copies = int(holds_narrow(config.adapter, config.train.precision)) + (2 if config.adapter.has_magnitudes else 0)
+        config, model, adapter = self.config, self.config.model, self.adapter
+        assert adapter is not None, "only called with frozen weights"
+        copies = int(holds_narrow(adapter, config.train.precision)) + (2 if adapter.has_magnitudes else 0)
         rows = (2 if model.is_gated else 1) * wide
         return copies * rows * model.hidden_size * FP32_BYTES - 2 * self.tokens * wide * element_bytes(config.train)
 
@@ -247,7 +252,7 @@ class Activations:
         model, size = self.config.model, element_bytes(self.config.train)
         vocab_local = output_columns(model, self.layout.tp)
         table, at_once = vocab_local * model.hidden_size, tokens_at_once(self.config, self.tokens, vocab_local)
-        learned, copied = (1, 0) if self.config.adapter is None else self._frozen_table()
+        learned, copied = (1, 0) if self.adapter is None else self._frozen_table()
         if at_once < self.tokens:
             return self._chunk_bytes(at_once * vocab_local) + (learned + copied) * table * FP32_BYTES
         count = model.num_predictions * self.tokens * vocab_local
@@ -256,12 +261,12 @@ class Activations:
 
     def _frozen_table(self) -> tuple[int, int]:
         """Returns (gradients, copies) of the output layer's table in a microbatch; a low-rank pair adds one of each."""
-        config = self.config
-        assert config.adapter is not None, "only called with frozen weights"
-        if learns_output(config.model, config.adapter):  # trained tables are never narrow
+        config, adapter = self.config, self.adapter
+        assert adapter is not None, "only called with frozen weights"
+        if learns_output(config.model, adapter):  # trained tables are never narrow
             return 1, 0
-        pairs = int("output" in config.adapter.parts)
-        return pairs, pairs + int(holds_narrow(config.adapter, config.train.precision))
+        pairs = int("output" in adapter.parts)
+        return pairs, pairs + int(holds_narrow(adapter, config.train.precision))
 
     def _chunk_bytes(self, num_logits: int) -> int:
         """Estimates a chunk's logits in the run's precision and in float32, their gradient, and the gradient of all
@@ -279,7 +284,7 @@ class Activations:
 
     def _layer_bytes(self, layer: int, skipped: Sequence[str]) -> int:
         model, layout, size = self.config.model, self.layout, element_bytes(self.config.train)
-        adapter = self.config.adapter
+        adapter = self.adapter
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
         elements = sum(part.kept_elements(model, layout) for part in parts)
         if adapter is not None:
@@ -313,7 +318,7 @@ class Activations:
         for part in parts:
             for name, elements in part.module_elements(model, layout).items():
                 sizes[name] = self.tokens * elements * size
-                if name == "mlp" and (adapter := self.config.adapter) is not None:
+                if name == "mlp" and (adapter := self.adapter) is not None:
                     adapter_elements = kept_in_feed_forward(model, adapter, layout, layer)
                     spared = part.spared_elements(model, layout, adapter.parts, not self.is_on_cpu)
                     sizes[name] += self.tokens * (adapter_elements - spared) * size
@@ -345,7 +350,7 @@ class Activations:
             return 0
         if self.is_on_cpu and self.config.train.precision == "fp32":  # our own function saves only the input
             return 0
-        adapter = self.config.adapter
+        adapter = self.adapter
         normalised = FP32_BYTES if adapter is None or "norms" in adapter.modules_to_save else 0
         bytes_per_element = FP32_BYTES + normalised - element_bytes(self.config.train)
         return self.tokens * hidden_local(model, self.layout) * bytes_per_element

@@ -8,7 +8,7 @@ from mtrain.arch.features import LAYER_PARTS, present, segments
 from mtrain.arch.features.feature import EMBEDDING, AdaptedMatrix, Parameters, RankParameters, norm_elements
 from mtrain.arch.layout import Layout
 from mtrain.arch.parameters import head_elements, padded_vocab_size, tables_on_stage
-from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.adapter import AdapterSection, LoraSection
 from mtrain.config.schema.model import ModelSection
 
 OUTPUT = "output_layer"
@@ -18,6 +18,14 @@ _NAMES = {"embedding": f"{EMBEDDING}.weight", "output": HEAD}
 """Vocabulary table -> global name of its weight."""
 _NORM = re.compile(r"norm[._](q_|k_)?(weight|bias)$")
 """Pattern of the end of a norm's parameter name, including norms that megatron-core fuses into the next projection."""
+
+_WITHOUT_PARTS = LoraSection.model_construct(targets=())
+
+
+def trained_beside(model: ModelSection, adapter: AdapterSection | None) -> AdapterSection | None:
+    """Returns what is trained on a frozen language model: the adapter, or one without parts if only parts of the vision
+    tower are; None if the language model itself is trained."""
+    return _WITHOUT_PARTS if adapter is None and model.has_frozen_language_model else adapter
 
 
 def in_layer(model: ModelSection, adapter: AdapterSection, layer: int) -> list[AdaptedMatrix]:

@@ -6,7 +6,7 @@ H heads of d dimensions, G query groups, hidden size h, FFN size f, vocabulary V
 from dataclasses import dataclass
 from typing import assert_never
 
-from mtrain.arch.adapters import OUTPUT, in_layer, learns_output, tables
+from mtrain.arch.adapters import OUTPUT, in_layer, learns_output, tables, trained_beside
 from mtrain.arch.features import LAYER_PARTS
 from mtrain.arch.features.feature import EMBEDDING
 from mtrain.config.schema.adapter import AdapterSection
@@ -90,13 +90,14 @@ def flops_of_step(
 
     Unlike `flops_per_token`, it counts only what the batch contains: matrices for tokens with text, attention for pairs
     inside documents, logits that a term counts. A matrix has three products: forward, the gradient of its input and its
-    own. A frozen matrix under an adapter lacks the last, so it counts twice and the adapter's pair three times.
-    Embedding lookups do not count.
+    own. A frozen matrix lacks the last, so it counts twice, and an adapter's pair three times. Embedding lookups and
+    the vision tower do not count.
 
     Args:
         adapter: Section of the adapter on a frozen model; None if the whole model is trained.
         is_scored: Whether a forward pass without gradients precedes, as for losses that compare sequences.
     """
+    adapter = trained_beside(model, adapter)
     layers = [*range(model.num_layers), *model.layers_ahead]
     parts = [(part, layer) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer)]
     matrices: float = sum(part.matrix_elements(model) for part, _ in parts)

@@ -10,10 +10,11 @@ from mtrain.arch.adapters import (
     holds_narrow,
     learned_norm_elements,
     learned_table_elements,
+    trained_beside,
 )
 from mtrain.arch.features import alike
 from mtrain.arch.features.feature import RankParameters
-from mtrain.arch.features.vision import num_frozen_parameters
+from mtrain.arch.features.vision import num_frozen_parameters, trained_tower_sizes
 from mtrain.arch.layout import Layout
 from mtrain.arch.parameters import (
     head_elements,
@@ -97,16 +98,20 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
 
 
 def trained_parameters(config: Config, layout: Layout, pp_rank: int) -> RankParameters:
-    """Counts the parameters with gradients on a rank: the whole model, or adapters and fully trained tensors."""
-    if config.adapter is None:
-        whole = parameters_on_rank(config.model, layout, pp_rank)
-        return replace(whole, dense=whole.dense - frozen_tower_on_rank(config.model, pp_rank))
-    return adapter_parameters_on_rank(config.model, config.adapter, layout, pp_rank)
+    """Counts the parameters with gradients on a rank: the model without its frozen parts, or adapters and fully trained
+    tensors."""
+    model = config.model
+    adapter = trained_beside(model, config.adapter)
+    if adapter is not None:
+        beside = adapter_parameters_on_rank(model, adapter, layout, pp_rank)
+        return replace(beside, dense=beside.dense + sum(_trained_tower_on_rank(model, pp_rank)))
+    whole = parameters_on_rank(model, layout, pp_rank)
+    frozen = num_frozen_parameters(model.vision, model.hidden_size) if pp_rank == 0 else 0
+    return replace(whole, dense=whole.dense - frozen)
 
 
-def frozen_tower_on_rank(model: ModelSection, pp_rank: int) -> int:
-    """Counts the parameters of the vision tower that a rank holds and does not train."""
-    return num_frozen_parameters(model.vision, model.hidden_size) if pp_rank == 0 else 0
+def _trained_tower_on_rank(model: ModelSection, pp_rank: int) -> list[int]:
+    return trained_tower_sizes(model.vision, model.hidden_size) if pp_rank == 0 else []
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,8 @@ class _StageRank:
         """Returns the bytes of frozen weights."""
         config, layout, pp_rank = self.config, self.layout, self.pp_rank
         if config.adapter is None:
-            return frozen_tower_on_rank(config.model, pp_rank) * element_bytes(config.train)
+            trained = trained_parameters(config, layout, pp_rank).total
+            return (parameters_on_rank(config.model, layout, pp_rank).total - trained) * element_bytes(config.train)
         tables = learned_table_elements(config.model, config.adapter, layout, pp_rank)
         learned = tables + (head_elements(config.model) if pp_rank == layout.pp - 1 else 0)
         learned += learned_norm_elements(config.model, config.adapter, layout, pp_rank)
@@ -134,6 +140,8 @@ class _StageRank:
     def largest_trained(self) -> int:
         """Returns the elements of the largest trained parameter on a rank."""
         model, adapter, layout = self.config.model, self.config.adapter, self.layout
+        if adapter is None and model.has_frozen_language_model:
+            return max(_trained_tower_on_rank(model, self.pp_rank), default=0)
         if adapter is None:
             return _table_elements(model, layout)
         sizes = (

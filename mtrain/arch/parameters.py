@@ -10,7 +10,7 @@ from mtrain.arch.features import LAYER_PARTS, alike
 from mtrain.arch.features.feature import Parameters, RankParameters, norm_elements
 from mtrain.arch.features.feed_forward import router_parameters
 from mtrain.arch.features.mtp import joint_parameters
-from mtrain.arch.features.vision import num_tower_parameters
+from mtrain.arch.features.vision import num_tower_parameters, trained_tower_sizes
 from mtrain.arch.layout import Layout
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
@@ -44,6 +44,14 @@ def num_parameters(model: ModelSection) -> int:
 def num_padded_parameters(model: ModelSection, tp: int) -> int:
     """Counts the parameters of the model, with vocabulary padding for `tp`; tied embeddings count once."""
     return _with_vocabulary(model, padded_vocab_size(model, tp))
+
+
+def num_trained_parameters(model: ModelSection) -> int:
+    """Counts the parameters that a run without adapters trains, without vocabulary padding."""
+    tower = sum(trained_tower_sizes(model.vision, model.hidden_size))
+    if model.has_frozen_language_model:
+        return tower
+    return num_parameters(model) - num_tower_parameters(model.vision, model.hidden_size) + tower
 
 
 def num_active_parameters(model: ModelSection) -> int:

@@ -22,6 +22,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.run import CheckpointSection
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import COMPILED, EvalSection, Fp8Recipe, OptimizerSection, TrainSection, ValidSection
+from mtrain.config.schema.vision import VisionSection
 
 
 def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
@@ -396,6 +397,8 @@ def images(config: Sections) -> Iterator[str]:
         yield f"{name} cannot be combined with model.vision; remove one of them"
     if vision.deepstack:
         yield from _deepstack(len(vision.deepstack), config)
+    if vision.freeze_language_model:
+        yield from _frozen_language_model(vision, config)
     if config.adapter is not None and not vision.is_frozen:
         yield (
             "adapter trains the language model only, but model.vision.freeze_tower=false or freeze_projector=false "
@@ -405,6 +408,28 @@ def images(config: Sections) -> Iterator[str]:
         yield (
             "optimizer.kind=muon updates matrices of the language model, but model.vision.freeze_tower=false or "
             "freeze_projector=false trains the tower; set both to true, or use optimizer.kind=adamw"
+        )
+
+
+def _frozen_language_model(vision: VisionSection, config: Sections) -> Iterator[str]:
+    """Checks that something is trained besides a frozen language model, and that nothing moves a part of it."""
+    key = "model.vision.freeze_language_model=true"
+    if vision.is_frozen and config.adapter is None:
+        yield (
+            f"{key} leaves nothing to train, since the tower and the projector are frozen as well; set "
+            "model.vision.freeze_projector=false or freeze_tower=false, or add an adapter"
+        )
+    if config.adapter is not None and config.adapter.modules_to_save:
+        yield (
+            f"adapter.modules_to_save={list(config.adapter.modules_to_save)} trains parts of the language model, but "
+            f"{key}; remove one of them"
+        )
+    experts = config.model.experts
+    # adapters refuse it as well
+    if config.adapter is None and experts is not None and experts.bias_update_rate > 0:
+        yield (
+            f"model.experts.bias_update_rate={experts.bias_update_rate} moves a part of the language model, but {key}; "
+            "set bias_update_rate to 0"
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from mtrain.arch.activations import FP32_BYTES, element_bytes
 from mtrain.arch.adapters import num_adapter_parameters
 from mtrain.arch.layout import Layout
-from mtrain.arch.parameters import matrices_on_rank, num_parameters
+from mtrain.arch.parameters import matrices_on_rank, num_parameters, num_trained_parameters
 from mtrain.base.errors import MachineError
 from mtrain.base.files import disk_faults
 from mtrain.config import Config
@@ -47,15 +47,18 @@ def disk_need(config: Config) -> DiskNeed:
 def checkpoint_bytes(config: Config) -> int:
     """Estimates the size of a checkpoint: weights in the run's precision and optimizer state in fp32.
 
-    A run with adapters saves only these. Replicas are written once and vocabulary padding never, so the size does not
-    depend on the layout.
+    A run with adapters saves only these, and frozen weights have no optimizer state. Replicas are written once and
+    vocabulary padding never, so the size does not depend on the layout.
     """
     model = config.model
-    trained = num_parameters(model) if config.adapter is None else num_adapter_parameters(model, config.adapter)
+    if config.adapter is None:
+        saved, trained = num_parameters(model), num_trained_parameters(model)
+    else:
+        saved = trained = num_adapter_parameters(model, config.adapter)
     state_size = 3 * trained  # main weights, in fp32 the weights once more, and both moments
     if isinstance(config.optimizer, MuonSection):  # one momentum instead of two moments
         state_size -= matrices_on_rank(model, Layout(), 0).total
-    return trained * element_bytes(config.train) + state_size * FP32_BYTES
+    return saved * element_bytes(config.train) + state_size * FP32_BYTES
 
 
 _GIB = 2**30

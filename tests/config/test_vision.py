@@ -19,6 +19,8 @@ VISION: dict[str, Any] = {
     "image_token": 5,
 }
 TRAINED = {"freeze_tower": False}
+ALONE = {"freeze_language_model": True}
+BALANCED = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "expert_bias": True, "bias_update_rate": 0.001}
 SFT = {"kind": "sft", "seq_length": 64, "train": [{"path": "a.jsonl"}], "tokenizer": "t", "format": "preference"}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 LORA = {"kind": "lora", "rank": 2, "targets": ["proj"]}
@@ -39,6 +41,12 @@ UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "num_labels": ({"model__num_labels": 1, "loss__function": "reward"}, {}),
     "vision.image_token=1000": ({}, {"image_token": 1000}),
     "vision.rope_sections=[2, 2, 1]": ({}, {"rope_sections": (2, 2, 1)}),
+    "leaves nothing to train": ({}, ALONE),
+    "adapter.modules_to_save=['norms']": ({"adapter": LORA | {"modules_to_save": ["norms"]}}, ALONE),
+    "bias_update_rate=0.001": (
+        {"model__experts": BALANCED, "loss__allow_layout_dependent": True},
+        ALONE | {"freeze_projector": False},
+    ),
     "train.recompute=full": ({"train__recompute": "full"}, {"deepstack": (0, 1)}),
     "the first pipeline stage has 1": ({"layout__pp": 8}, {"deepstack": (0, 1)}),
     "deepstack=[1, 0]": ({}, {"deepstack": (1, 0)}),
@@ -51,6 +59,8 @@ def test_a_tower_needs_nothing_else() -> None:
     assert config(model__vision=VISION).model.vision is not None
     assert config(model__vision=VISION, adapter=LORA).adapter is not None
     assert config(model__vision=VISION, optimizer__kind="muon").model.vision is not None
+    assert config(model__vision=VISION | ALONE, adapter=LORA).model.has_frozen_language_model
+    assert config(model__vision=VISION | ALONE | TRAINED).model.has_frozen_language_model
 
 
 @pytest.mark.parametrize("name", UNABLE)

@@ -246,6 +246,7 @@ def exact(kind: Kind, config: Config, batches: Sequence[GlobalBatch]) -> Exact:
     vision = config.model.vision
     assert vision is not None
     model = copy.deepcopy(model_of(kind))
+    model.requires_grad_(not vision.freeze_language_model)
     for name, parameter in model.model.visual.named_parameters():
         is_frozen = vision.freeze_projector if "merger" in name else vision.freeze_tower
         parameter.requires_grad_(not is_frozen)
@@ -273,9 +274,15 @@ def exact(kind: Kind, config: Config, batches: Sequence[GlobalBatch]) -> Exact:
         for group in adam.param_groups:
             group["lr"] = learning_rate(step, section, config.train.num_steps)
         adam.step()
-    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
-    left_out = {f"vision.{name.removeprefix('model.visual.')}" for name in frozen}
-    found = [{name: value for name, value in each.items() if name not in left_out} for each in gradients]
+    learning = {f"vision.{name.removeprefix('model.visual.')}" for name in trained}
+    found = [
+        {
+            name: value
+            for name, value in each.items()
+            if (name in learning if name.startswith("vision.") else not vision.freeze_language_model)
+        }
+        for each in gradients
+    ]
     return Exact(losses, norms, found, _ours(dict(model.named_parameters()), kind))
 
 
@@ -294,6 +301,7 @@ def _differentiated(model: Any, batch: GlobalBatch) -> float:
         logits = model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False, **given).logits[0]
         losses = F.cross_entropy(logits, torch.from_numpy(sample.labels), reduction="none")
         loss = (losses * torch.from_numpy(sample.mask)).sum() / denominator
-        loss.backward()
+        if loss.requires_grad:  # else the sample is a text, of whose model nothing is trained
+            loss.backward()
         total += loss.item()
     return total

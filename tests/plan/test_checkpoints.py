@@ -10,16 +10,20 @@ import pytest
 from mtrain.arch.layout import Layout
 from mtrain.preflight.disk import checkpoint_bytes, disk_need
 from tests.config.samples import config
+from tests.config.test_vision import VISION
 from tests.core.adapters import adapter_ranks
 from tests.core.state import checkpoint_ranks
 from tests.pool import Pool
 
+PROJECTOR_ALONE = {"freeze_projector": False, "freeze_language_model": True}
+WIDE_TOWER = VISION | {"hidden_size": 256, "ffn_hidden_size": 512, "rope_sections": (8, 4, 4)}
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 96}
 CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "fp32": (Layout(), {"train__precision": "fp32"}),
     "not distributed": (Layout(), {"train__precision": "fp32", "train__distributed_optimizer": False}),
     "bf16 over tp and pp": (Layout(tp=2, pp=2), {"layout": {"tp": 2, "pp": 2}, "model__tied_embeddings": True}),
     "muon": (Layout(dp=2), {"optimizer": {"kind": "muon", "lr": 1e-3}}),
+    "a frozen language model": (Layout(pp=2), {"layout__pp": 2, "model__vision": WIDE_TOWER | PROJECTOR_ALONE}),
     "experts": (Layout(dp=2, ep=2), {"model__experts": EXPERTS, "layout": {"ep": 2}, "model__num_layers": 4}),
 }
 

@@ -9,6 +9,7 @@ import pytest
 from mtrain import arch
 from mtrain.arch.layout import Layout
 from tests.config.samples import config
+from tests.config.test_vision import VISION
 from tests.parity.expert_models import DEEPSEEK, MIXTRAL
 from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, HYBRID, OLMO2
 from tests.plan.memory_ranks import measured
@@ -23,6 +24,14 @@ WIDE: dict[str, Any] = {
     "train__global_batch_size": 4,
     "data": {"kind": "mock", "seq_length": 128},
 }
+TOWER_ALONE = VISION | {
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "rope_sections": (4, 2, 2),
+    "freeze_tower": False,
+    "freeze_projector": False,
+    "freeze_language_model": True,
+}
 OFF = {"train__distributed_optimizer": False}
 CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "gemma": (Layout(), GEMMA),
@@ -34,6 +43,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "mixtral": (Layout(dp=2, ep=2), MIXTRAL | {"layout": {"ep": 2}}),
     "deepseek": (Layout(), DEEPSEEK | DEEPSEEK_ATTENTION | {"model__mtp_depths": 1}),
     "interleaved": (Layout(pp=2, vpp=2), {"model__num_layers": 4, "layout": {"pp": 2, "vpp": 2}}),
+    "a frozen language model": (Layout(pp=2, dp=2), {"layout__pp": 2, "model__vision": TOWER_ALONE}),
     "not distributed": (Layout(dp=2), OFF | {"train__precision": "bf16"}),
     "fp16": (Layout(dp=2), {"train__precision": "fp16"}),
 }

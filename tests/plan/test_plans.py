@@ -10,6 +10,7 @@ from mtrain import arch
 from mtrain.arch.layout import Layout
 from mtrain.config.schema.model import ModelSection
 from tests.config.samples import config
+from tests.config.test_vision import VISION
 
 MODEL = config().model
 
@@ -231,3 +232,5 @@ def test_documents_masks_and_frozen_matrices_cost_less() -> None:
     assert arch.flops_of_step(model, whole, adapted.adapter) == pytest.approx(
         base * 2 / 3 + attention + pair, rel=1e-12
     )
+    alone = config(model__vision=VISION | {"freeze_projector": False, "freeze_language_model": True}).model
+    assert arch.flops_of_step(alone, whole) == pytest.approx(base * 2 / 3 + attention, rel=1e-12)

@@ -64,16 +64,20 @@ def num_tower_parameters(vision: VisionSection | None, hidden_size: int) -> int:
     return 0 if vision is None else sum(map(prod, tower_shapes(vision, hidden_size).values()))
 
 
+def trained_tower_sizes(vision: VisionSection | None, hidden_size: int) -> list[int]:
+    """Returns the number of elements of each trained parameter of a tower; empty without one."""
+    if vision is None:
+        return []
+    return [
+        prod(shape)
+        for name, shape in tower_shapes(vision, hidden_size).items()
+        if not (vision.freeze_projector if name.startswith(PROJECTOR) else vision.freeze_tower)
+    ]
+
+
 def num_frozen_parameters(vision: VisionSection | None, hidden_size: int) -> int:
     """Counts the parameters of a tower that are not trained."""
-    if vision is None:
-        return 0
-    shapes = tower_shapes(vision, hidden_size).items()
-    return sum(
-        prod(shape)
-        for name, shape in shapes
-        if (vision.freeze_projector if name.startswith(PROJECTOR) else vision.freeze_tower)
-    )
+    return num_tower_parameters(vision, hidden_size) - sum(trained_tower_sizes(vision, hidden_size))
 
 
 def _merger(name: str, normed: int, merged: int, hidden_size: int) -> dict[str, Sizes]:

@@ -236,6 +236,11 @@ class ModelSection(Section):
         """Whether the feed-forward part multiplies two projections."""
         return self.activation in ("swiglu", "swiglu_clamped", "geglu_tanh")
 
+    @property
+    def has_frozen_language_model(self) -> bool:
+        """Whether only parts of the vision tower, or adapters, are trained."""
+        return self.vision is not None and self.vision.freeze_language_model
+
     def has_experts(self, layer: int) -> bool:
         """Says whether layer `layer`, counted from 0, has experts."""
         if self.layer_pattern is not None:

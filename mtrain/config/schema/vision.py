@@ -44,6 +44,9 @@ class VisionSection(Section):
     """Whether the tower keeps its weights (freeze_vit, freeze_vision_tower)."""
     freeze_projector: bool = True
     """Whether the projector keeps its weights (freeze_aligner, freeze_multi_modal_projector)."""
+    freeze_language_model: bool = False
+    """Whether the language model keeps its weights, with its embeddings and output layer (freeze_llm,
+    freeze_language_model); then the tower, the projector or adapters must be trained."""
 
     @property
     def patches_per_feature(self) -> int:

@@ -79,7 +79,12 @@ def build_chunks(
     stages: list[int | None] = [None] if groups.layout.vpp == 1 else list(range(groups.layout.vpp))
     backend = _agreed(chosen_backend(config, groups.device), config, groups)
     with matrices_without_memory() if groups.layout.shard == "weights" else contextlib.nullcontext():
-        return translated, [_build_chunk(config, translated, groups, stage, backend) for stage in stages]
+        chunks = [_build_chunk(config, translated, groups, stage, backend) for stage in stages]
+    if config.model.has_frozen_language_model and config.adapter is None:  # adapters freeze it themselves
+        for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
+            if not name.startswith("vision."):
+                parameter.requires_grad_(False)
+    return translated, chunks
 
 
 def _agreed(backend: Backend, config: Sections, groups: Groups) -> Backend:

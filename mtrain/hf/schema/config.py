@@ -406,7 +406,7 @@ _NOT_ARCHITECTURE = {
 """Fields of `model.*` that config.json cannot express, or that do not affect the meaning of the weights."""
 _TRAINING = ("dispatcher", "implementation", "bias_update_rate")
 """Fields of `model.experts` that only affect training."""
-_FROZEN = {"freeze_tower", "freeze_projector"}
+_FROZEN = {"freeze_tower", "freeze_projector", "freeze_language_model"}
 """Fields of `model.vision` that only affect training."""
 _UNROTATED = "no_rope_freq"
 """Field of `model.megatron` that a family can express."""

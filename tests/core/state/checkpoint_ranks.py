@@ -271,7 +271,7 @@ def standing(parts: Parts) -> Standing:
 
 def whole(parts: Parts, groups: Groups) -> Whole:
     """Gathers the whole model."""
-    states: dict[str, dict[Tensor, Tensor]] = {}
+    states: dict[str, dict[Tensor, Tensor]] = {"param": {}, "exp_avg_sq": {}}  # a stage may train nothing
     for parameter, name, values in whole_states(parts.model):
         states.setdefault(name, {})[parameter] = values
     return Whole(

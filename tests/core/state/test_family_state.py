@@ -88,6 +88,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
         Layout(pp=2),
         {"mlp.linear_fc2.weight"},
     ),
+    "a projector that learns alone": (
+        {"model__vision": VISION | {"hidden_size": 24, "freeze_projector": False, "freeze_language_model": True}},
+        Layout(tp=2, sp=True, dp=2),
+        Layout(pp=2),
+        {"mlp.linear_fc2.weight"},
+    ),
 }
 
 

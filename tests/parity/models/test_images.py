@@ -21,6 +21,8 @@ from tests.pool import Pool, RankFailed
 
 TRAINED = {"freeze_tower": False, "freeze_projector": False}
 PROJECTOR = {"freeze_projector": False}
+PROJECTOR_ALONE = PROJECTOR | {"freeze_language_model": True}
+TOWER_ALONE = TRAINED | {"freeze_language_model": True}
 LENGTHS = (32, 17, 9, 24, 30)
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 
@@ -36,8 +38,8 @@ def config_of(each: Case, kind: Kind, vision: dict[str, bool], **changes: Any) -
 
 
 @cache
-def reference(kind: Kind, trained: tuple[str, ...]) -> Exact:
-    return exact(kind, config_of(case(num_layers=2), kind, dict.fromkeys(trained, False)), steps())
+def reference(kind: Kind, vision: tuple[tuple[str, bool], ...]) -> Exact:
+    return exact(kind, config_of(case(num_layers=2), kind, dict(vision)), steps())
 
 
 def measured(outcome: Outcome, oracle: Exact, config: Config) -> Deviation:
@@ -63,7 +65,7 @@ def assert_exact(
     """Trains both steps on the case's ranks, and compares with the oracle."""
     config = config_of(each, kind, vision, **changes)
     outcome = agreed(pool.run(train, each.resolved(config), config, initial(kind), steps()))
-    measured(outcome, reference(kind, tuple(vision)), config).assert_below()
+    measured(outcome, reference(kind, tuple(vision.items())), config).assert_below()
     return outcome
 
 
@@ -120,19 +122,54 @@ def test_a_rank_without_images_joins_reductions_that_overlap_backward(pool: Pool
 @pytest.mark.parametrize("vision", [{}, PROJECTOR], ids=["language model", "and projector"])
 def test_frozen_parts_keep_every_bit(pool: Pool, vision: dict[str, bool]) -> None:
     outcome = assert_exact(pool, case(4, num_layers=2, tp=2, sp=True), vision=vision)
+    assert unchanged(outcome, "dense") == {
+        name for name in initial("dense") if name.startswith("vision.") and not (vision and ".merger." in name)
+    }
+
+
+def unchanged(outcome: Outcome, kind: Kind) -> set[str]:
+    """Returns the parameters whose bits are those at the start."""
     assert outcome.parameters is not None
-    for name, value in initial("dense").items():
-        if name.startswith("vision.") and not (vision and name.startswith("vision.merger.")):
-            np.testing.assert_array_equal(outcome.parameters[name], value.astype(np.float32), err_msg=name)
+    return {
+        name
+        for name, value in initial(kind).items()
+        if np.array_equal(outcome.parameters[name][: len(value)], value.astype("f4"))  # tables are padded
+    }
 
 
-def test_moments_of_a_tower_on_the_host_change_no_bit(pool: Pool) -> None:
+ALONE_CASES: list[tuple[Case, Kind, dict[str, bool], dict[str, Any]]] = [
+    (case(4, num_layers=2), "dense", TOWER_ALONE, {}),
+    (case(4, num_layers=2, tp=2, sp=True, cp=2), "dense", PROJECTOR_ALONE, {}),
+    (case(8, num_layers=2, tp=2), "dense", TOWER_ALONE, {}),
+    # stages and ranks that train nothing
+    (case(4, num_layers=2, pp=2), "dense", PROJECTOR_ALONE, {"train__recompute": "full"}),
+    (case(4, num_layers=2, pp=2, dp=2), "dense", TOWER_ALONE, {"train__overlap_grad_reduce": True}),
+    (case(4, num_layers=2, tp=2, sp=True, ep=2), "experts", PROJECTOR_ALONE, {}),
+    (case(4, num_layers=3, pp=2, first_stage_layers=2, dp=2), "deepstack", TOWER_ALONE, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("each", "kind", "vision", "changes"),
+    ALONE_CASES,
+    ids=[f"{kind}-{'-'.join(each.layout) or 'one process'}" for each, kind, _, _ in ALONE_CASES],
+)
+def test_a_frozen_language_model_keeps_every_bit(
+    pool: Pool, each: Case, kind: Kind, vision: dict[str, bool], changes: dict[str, Any]
+) -> None:
+    outcome = assert_exact(pool, each, kind, vision, **changes)
+    trains = "vision." if vision == TOWER_ALONE else "vision.merger."
+    assert unchanged(outcome, kind) == {name for name in initial(kind) if not name.startswith(trains)}
+
+
+@pytest.mark.parametrize("vision", [TRAINED, PROJECTOR_ALONE], ids=["all", "projector"])
+def test_moments_of_a_tower_on_the_host_change_no_bit(pool: Pool, vision: dict[str, bool]) -> None:
     each = case(4, num_layers=2, pp=2, dp=2)
-    on_device = config_of(each, "dense", TRAINED)
-    on_host = config_of(each, "dense", TRAINED, train__offload_optimizer=True)
+    on_device = config_of(each, "dense", vision)
+    on_host = config_of(each, "dense", vision, train__offload_optimizer=True)
     ranks = pool.run(train_by_place, each.resolved(on_host), [on_device, on_host], initial("dense"), steps())
     device, host = ranks[0]
-    measured(host, reference("dense", tuple(TRAINED)), on_host).assert_below()
+    measured(host, reference("dense", tuple(vision.items())), on_host).assert_below()
     assert host.parameters is not None
     assert device.parameters is not None
     assert all(np.array_equal(host.parameters[name], value) for name, value in device.parameters.items())
@@ -184,7 +221,7 @@ def test_a_planted_fault_is_found(pool: Pool, fault: str) -> None:
     each = case(4, num_layers=2, tp=2, sp=True, cp=2) if "data-parallel" not in fault else case(4, num_layers=2, dp=2)
     config = config_of(each, "dense", TRAINED)
     outcome = pool.run(train_with, each.resolved(config), fault, config, initial("dense"), steps())[0]
-    assert max(measured(outcome, reference("dense", tuple(TRAINED)), config)) > 100 * TOLERANCE
+    assert max(measured(outcome, reference("dense", tuple(TRAINED.items())), config)) > 100 * TOLERANCE
 
 
 def test_a_tower_that_gives_no_zeros_is_found(pool: Pool) -> None:

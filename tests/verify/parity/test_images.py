@@ -59,10 +59,19 @@ def test_a_planted_fault_is_found(pool: Pool, fault: str) -> None:
     assert not report.passed
 
 
-def test_a_frozen_tower_keeps_its_bits(pool: Pool) -> None:
-    report = check(pool, with_images({"freeze_projector": False}), "tp2spmbs4", num_steps=2)
+@pytest.mark.parametrize(
+    ("vision", "layouts", "trained"),
+    [
+        ({"freeze_projector": False}, "tp2spmbs4", ("vision.merger.", "decoder.", "embedding.", "output_layer.")),
+        (TRAINED | {"freeze_language_model": True}, "pp2mbs4", ("vision.",)),
+    ],
+    ids=["tower", "language model"],
+)
+def test_a_frozen_part_keeps_its_bits(pool: Pool, vision: dict[str, Any], layouts: str, trained: tuple[str]) -> None:
+    report = check(pool, with_images(vision), layouts, num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
-    frozen = {name for name in report.tensors if name.startswith("vision.") and ".merger." not in name}
+    frozen = {name for name in report.tensors if not name.startswith(trained)}
+    assert frozen
     for layout in report.layouts:
         updates = {each.name: each for each in layout.deviations if each.kind == "update"}
         assert {(updates[name].value, updates[name].tolerance) for name in frozen} == {(0.0, 0.0)}

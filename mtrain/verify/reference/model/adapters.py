@@ -56,11 +56,14 @@ def _adapter_shapes(adapted: Adapted, columns: int, section: AnyAdapter) -> dict
 
 
 def is_trained(name: str, adapter: AnyAdapter | None, vision: VisionSection | None = None) -> bool:
-    """Says whether a tensor is trained: with adapters, only they and `modules_to_save` are; a frozen tower is not."""
+    """Says whether a tensor is trained: with adapters, only they and `modules_to_save` are; a frozen tower or
+    language model is not."""
     if name.startswith(TOWER):
         assert vision is not None, name
         return not (vision.freeze_projector if name.startswith(PROJECTOR) else vision.freeze_tower)
-    if adapter is None or "_adapter." in name:
+    if adapter is None:
+        return vision is None or not vision.freeze_language_model
+    if "_adapter." in name:
         return True
     if "norm" in name:
         return "norms" in adapter.modules_to_save and not name.startswith("mtp.")
