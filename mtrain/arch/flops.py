@@ -13,6 +13,7 @@ from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import Precision
+from mtrain.config.schema.vision import VisionSection
 
 _PEAK_FLOPS = {
     "B200": 2.25e15,
@@ -81,6 +82,10 @@ class Work:
     """Pairs (query, key) within documents, in layers with a window."""
     outputs: int
     """Positions whose logits a loss term counts, plus those of MTP depths."""
+    patches: int = 0
+    """Patches of images."""
+    patch_pairs: int = 0
+    """Pairs of patches that attend to each other in the vision tower."""
 
 
 def flops_of_step(
@@ -90,8 +95,8 @@ def flops_of_step(
 
     Unlike `flops_per_token`, it counts only what the batch contains: matrices for tokens with text, attention for pairs
     inside documents, logits that a term counts. A matrix has three products: forward, the gradient of its input and its
-    own. A frozen matrix lacks the last, so it counts twice, and an adapter's pair three times. Embedding lookups and
-    the vision tower do not count.
+    own. A frozen matrix lacks the last, so it counts twice, and an adapter's pair three times. Embedding lookups do not
+    count.
 
     Args:
         adapter: Section of the adapter on a frozen model; None if the whole model is trained.
@@ -113,7 +118,26 @@ def flops_of_step(
         learned = work.outputs * model.hidden_size * model.output.rows if learns_output(model, adapter) else 0
         products, adapted = products - learned, adapted + learned
     once = products + attention + adapted if is_scored else 0
-    return 2.0 * ((3 if adapter is None else 2) * products + 3 * (attention + adapted) + once)
+    tower = 0 if model.vision is None else _tower_products(model.vision, model.hidden_size, work)
+    return 2.0 * ((3 if adapter is None else 2) * products + 3 * (attention + adapted) + once + tower)
+
+
+def _tower_products(vision: VisionSection, hidden_size: int, work: Work) -> int:
+    """Counts the multiply-adds of a vision tower, forward and backward.
+
+    Gradients end at the first trained part, so a frozen tower has none, and its patches never do. Interpolated
+    positions do not count.
+    """
+    width, merged = vision.hidden_size, vision.patches_per_feature * vision.hidden_size
+    learns_tower, learns_projector = not vision.freeze_tower, not vision.freeze_projector
+    patches = work.patches * vision.patch_elements * width
+    blocks = work.patches * (4 * width**2 + 2 * width * vision.ffn_hidden_size) + work.patch_pairs * 2 * width
+    mergers = (1 + len(vision.deepstack)) * work.patches // vision.patches_per_feature * merged * (merged + hidden_size)
+    return (
+        (1 + learns_tower) * patches
+        + (1 + 2 * learns_tower) * vision.num_layers * blocks
+        + (1 + learns_projector + (learns_projector or learns_tower)) * mergers
+    )
 
 
 def _adapter_products(model: ModelSection, adapter: AdapterSection, work: Work) -> int:

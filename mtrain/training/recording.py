@@ -299,7 +299,7 @@ def record_of(run: Run, done: int, made: StepOutcome, lr: float, seconds: float)
     elif update is not None and update.overflowed:
         skipped = "fp16 overflow"
     counts, tokens = totals.tokens, totals.num_text_tokens
-    work = Work(tokens, counts.pairs, counts.window_pairs, counts.outputs)
+    work = Work(tokens, counts.pairs, counts.window_pairs, counts.outputs, counts.patches, counts.patch_pairs)
     flops = flops_of_step(config.model, work, config.adapter, run.objective.preference is not None)
     sources, device = zip(config.data.source_names, totals.sources), run.model.groups.device
     # per GPU; None on CPUs and on GPUs of unknown peak

@@ -153,6 +153,10 @@ class TokenCounts(NamedTuple):
     """Number of such pairs in layers with a window."""
     outputs: int = 0
     """Number of positions with logits that some term counts."""
+    patches: int = 0
+    """Number of patches of images."""
+    patch_pairs: int = 0
+    """Number of pairs of patches that attend to each other in the vision tower: those of one frame of an image."""
 
 
 NO_TOKENS = TokenCounts()

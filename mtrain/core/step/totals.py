@@ -65,12 +65,15 @@ def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) ->
 
 def token_counts(batches: Sequence[Microbatch]) -> TokenCounts:
     """Sums the token counts of full rows."""
+    grids = [grid for batch in batches if batch.images is not None for grid in batch.images.grids.tolist()]
     return TokenCounts(
         padding=sum(batch.num_padding_tokens for batch in batches),
         loss=sum(batch.num_loss_tokens for batch in batches),
         pairs=sum(batch.num_pairs for batch in batches),
         window_pairs=sum(batch.num_window_pairs for batch in batches),
         outputs=sum(batch.num_output_rows for batch in batches),
+        patches=sum(map(math.prod, grids)),
+        patch_pairs=sum(frames * (rows * columns) ** 2 for frames, rows, columns in grids),
     )
 
 

@@ -1,20 +1,27 @@
 """The vision tower's own parts: the division of work, exact buffers, and rotary positions on three axes."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
+from mtrain.arch import Work, flops_of_step
 from mtrain.arch.features.vision import num_frozen_parameters, num_tower_parameters, tower_shapes
 from mtrain.base.errors import DataError
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.vision import VisionSection
 from mtrain.core.batch.collate import RowForm, collate, loss_terms
-from mtrain.core.batch.images import SampleImages
+from mtrain.core.batch.images import MicrobatchImages, SampleImages
 from mtrain.core.batch.sample import Sample
 from mtrain.core.layers.attention.rotary import Rotary, ThreeAxesRotary
 from mtrain.core.layers.vision import built_tower, divided
+from mtrain.core.step.totals import token_counts
+from tests.config.samples import config
 from tests.messages import refuses
 
 VISION = VisionSection(
@@ -102,3 +109,26 @@ def test_a_model_of_text_refuses_images() -> None:
     form = RowForm(8, TERMS)
     with refuses(DataError, "model.vision"):
         collate([[with_images(1, [0], 1)]], form, None)
+
+
+@pytest.mark.parametrize("deepstack", [(), (0,)], ids=["one merger", "deeper features"])
+@pytest.mark.parametrize("frozen", [(), ("freeze_tower",), ("freeze_projector",), ("freeze_tower", "freeze_projector")])
+def test_flops_of_the_tower_are_those_that_torch_counts(frozen: tuple[str, ...], deepstack: tuple[int, ...]) -> None:
+    names = ("freeze_tower", "freeze_projector")
+    update = {name: name in frozen for name in names} | {"deepstack": deepstack}
+    vision = VISION.model_copy(update=update)
+    tower: Any = built_tower(vision, 32)
+    tower.set_attn_implementation("eager")  # of whose products torch counts every one
+    for name, parameter in tower.named_parameters():
+        parameter.requires_grad_(not update["freeze_projector" if "merger" in name else "freeze_tower"])
+    grids = [[1, 4, 6], [1, 2, 2], [1, 8, 4]]
+    images = MicrobatchImages(torch.zeros(60, 96), torch.tensor(grids), torch.zeros(1, 1), torch.zeros(1, 1, 3))
+    with FlopCounterMode(display=False) as counter:
+        output = tower(images.pixels, grid_thw=images.grids)
+        features = sum(each.sum() for each in (output.pooler_output, *output.deepstack_features))
+        if features.requires_grad:
+            features.backward()
+    counts = token_counts([replace(collate([[Sample(*np.ones((3, 4)))]], FORM, None), images=images)])
+    model = config(model__hidden_size=32, model__vision=vision.model_copy(update={"rope_sections": (1, 1, 0)})).model
+    work = Work(0, 0, 0, 0, counts.patches, counts.patch_pairs)
+    assert flops_of_step(model, work) == counter.get_total_flops() > 0

@@ -12,6 +12,7 @@ import pytest
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.core.layers.vision import built_tower
+from tests.core.engine.token_ranks import counted
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, Deviation, relative, worst
 from tests.parity.image_ranks import FAULTS, frequencies, train_both, train_by_place, train_with
@@ -201,6 +202,14 @@ def test_text_alone_computes_the_same_bits_as_without_a_tower(pool: Pool) -> Non
     assert other.parameters is not None
     assert one.parameters is not None
     assert all(np.array_equal(one.parameters[name], value) for name, value in other.parameters.items())
+
+
+def test_every_rank_knows_the_patches_of_the_step(pool: Pool) -> None:
+    each = case(4, num_layers=2, tp=2, sp=True, pp=2, dp=2)
+    config = config_of(each, "dense", {})
+    sizes = [picture.rows * picture.columns for pictures in MIXED for picture in pictures]
+    for ((_, counts),) in pool.run(counted, each.resolved(config), [config], steps()[0]):
+        assert (counts.patches, counts.patch_pairs) == (sum(sizes), sum(size**2 for size in sizes))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
