@@ -261,6 +261,15 @@ def test_arguments_of_ms_swift() -> None:
         from_ms_swift(["megatron", "sft"])
 
 
+@pytest.mark.parametrize("start", ["megatron sft", "swift sft"])
+@pytest.mark.parametrize("name", ["freeze_llm", "freeze_vit", "freeze_aligner"])
+@pytest.mark.parametrize("freezes", [True, False])
+def test_what_is_frozen_of_a_model_with_images_is_named(start: str, name: str, freezes: bool) -> None:
+    words = f"{start} --model M --dataset a.jsonl --max_length 64 --{name} {freezes}"
+    (line,) = [line for line in from_ms_swift(words.split()).lost if line.startswith(f"{name}={freezes}: ")]
+    assert "model.vision" in line
+
+
 def leaves(program: str, table: dict[str, Row], seed: int) -> dict[str, Any]:
     """Draws keys of a program with values of any type."""
     drawn = random.Random(f"{program}{seed}")
