@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.data.chat.cases import TOOL, assistant, trained_texts, user
 from tests.data.chat.conftest import MakeEncoder
 from tests.fault_table import Notice
 from tests.messages import refuses
+from tests.paths import DOCS
 
 TEXT = st.text("aé🙂 \n<>|{}\"'\\&%#\tim_end", min_size=1, max_size=20).filter(lambda text: text.strip() != "")
 STOPS = {
@@ -336,3 +339,16 @@ def test_a_prompt_is_what_stands_before_an_answer(chat_encoder: MakeEncoder) -> 
     prompt = encoder.prompt({"messages": TWO[:1]})
     assert whole[: len(prompt)] == prompt
     assert len(whole) == len(prompt) + 3  # b, the stop, a line break
+
+
+def test_the_record_of_the_page_on_finetuning_trains_the_call_and_the_answer(
+    chat_encoder: MakeEncoder, chat_tokenizer: Path
+) -> None:
+    page = (DOCS / "start" / "finetune.md").read_text().partition("## Tools, reasoning")[2]
+    record = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
+    sample = chat_encoder("qwen3").encode(record)
+    call, answer = trained_texts(sample, Tokenizer.from_file(str(chat_tokenizer)))
+    assert '{"name": "find_order", "arguments": {"id": "7"}}' in call
+    assert "<think>\nIt left on Monday.\n</think>\n\nIt left on Monday." in answer
+    assert call.endswith("<|im_end|>")
+    assert answer.endswith("<|im_end|>")
