@@ -4,11 +4,10 @@ Each function yields a message for every broken rule: what was given, what is ne
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, assert_never
+from typing import Literal
 
 from mtrain.config.derived import PREFERENCE_FORMATS, compared, layout_dependent_keys, row_width
 from mtrain.config.extras import ROUTED_EXPERTS, key_and_sizes
-from mtrain.config.known_issues import sizes_of_attention
 from mtrain.config.schema.data import AnyData, FilesSection, SftSection
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.loss import (
@@ -21,8 +20,7 @@ from mtrain.config.schema.loss import (
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.run import CheckpointSection
 from mtrain.config.schema.sections import Sections
-from mtrain.config.schema.train import COMPILED, EvalSection, Fp8Recipe, OptimizerSection, TrainSection, ValidSection
-from mtrain.config.schema.vision import VisionSection
+from mtrain.config.schema.train import COMPILED, EvalSection, OptimizerSection, TrainSection, ValidSection
 
 
 def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
@@ -377,83 +375,6 @@ def heads(config: Sections) -> Iterator[str]:
         yield f"{key} judges sequences of records, but data.kind={config.data.kind} has none; set data.kind=sft"
 
 
-def images(config: Sections) -> Iterator[str]:
-    """Checks that no unsupported feature is combined with a vision tower."""
-    vision, train = config.model.vision, config.train
-    if vision is None:
-        return
-    unable = {
-        "layout.shard=weights": config.layout.shard == "weights",
-        f"train.compile={train.compile}": train.compile in COMPILED,
-        f"train.fp8={train.fp8}": train.fp8 is not None,
-        f"train.offload_layers={train.offload_layers}": train.offload_layers is not None,
-        "train.overlap_param_gather=true": train.overlap_param_gather,
-        "loss.teacher": config.loss.teacher is not None,
-        f"loss.function={config.loss.function}": compared(config.loss, config.data) is not None,
-        "eval.prompts": config.eval.has_prompts,
-        "model.backend=te": config.model.backend == "te",
-    }
-    for name in (name for name, holds in unable.items() if holds):
-        yield f"{name} cannot be combined with model.vision; remove one of them"
-    if vision.deepstack:
-        yield from _deepstack(len(vision.deepstack), config)
-    if vision.freeze_language_model:
-        yield from _frozen_language_model(vision, config)
-    if config.adapter is not None and not vision.is_frozen:
-        yield (
-            "adapter trains the language model only, but model.vision.freeze_tower=false or freeze_projector=false "
-            "trains the tower; set both to true, or remove adapter"
-        )
-    if config.optimizer.kind == "muon" and not vision.is_frozen:
-        yield (
-            "optimizer.kind=muon updates matrices of the language model, but model.vision.freeze_tower=false or "
-            "freeze_projector=false trains the tower; set both to true, or use optimizer.kind=adamw"
-        )
-
-
-def _frozen_language_model(vision: VisionSection, config: Sections) -> Iterator[str]:
-    """Checks that something is trained besides a frozen language model, and that nothing moves a part of it."""
-    key = "model.vision.freeze_language_model=true"
-    if vision.is_frozen and config.adapter is None:
-        yield (
-            f"{key} leaves nothing to train, since the tower and the projector are frozen as well; set "
-            "model.vision.freeze_projector=false or freeze_tower=false, or add an adapter"
-        )
-    if config.adapter is not None and config.adapter.modules_to_save:
-        yield (
-            f"adapter.modules_to_save={list(config.adapter.modules_to_save)} trains parts of the language model, but "
-            f"{key}; remove one of them"
-        )
-    experts = config.model.experts
-    # adapters refuse it as well
-    if config.adapter is None and experts is not None and experts.bias_update_rate > 0:
-        yield (
-            f"model.experts.bias_update_rate={experts.bias_update_rate} moves a part of the language model, but {key}; "
-            "set bias_update_rate to 0"
-        )
-
-
-def _deepstack(num_deep: int, config: Sections) -> Iterator[str]:
-    """Checks that the first pipeline stage has the layers after which features are added."""
-    model, layout, train = config.model, config.layout, config.train
-    if layout.stage_layers is not None:
-        first = layout.stage_layers[0]
-    elif layout.first_stage_layers is not None:
-        first = layout.first_stage_layers
-    else:
-        first = model.num_layers // (layout.pp * layout.vpp)
-    if first < num_deep:
-        yield (
-            f"model.vision.deepstack adds features after the first {num_deep} layers, but the first pipeline stage has "
-            f"{first}; lower layout.pp or layout.vpp, or set layout.first_stage_layers"
-        )
-    if train.recompute == "full":
-        yield (
-            "train.recompute=full cannot be combined with model.vision.deepstack, whose features are added between "
-            "layers; use selective"
-        )
-
-
 def replayed_choices(model: ModelSection, data: AnyData) -> Iterator[str]:
     """Checks that the routed experts in records match the model's layers, and that routers can use them."""
     sizes = dict(map(key_and_sizes, data.extras)).get(ROUTED_EXPERTS)
@@ -499,105 +420,3 @@ def router_losses(model: ModelSection, loss: LossSection) -> Iterator[str]:
     enabled = [name for name, value in loss.router.model_dump().items() if value > 0]
     if enabled and model.experts is None:
         yield f"loss.router.{enabled[0]} is set, but the model has no experts; remove it or set model.experts"
-
-
-def products_in_8_bits(config: Sections) -> Iterator[str]:
-    """Checks sizes and options of `train.fp8`."""
-    train = config.train
-    if train.fp8 is None:
-        if train.fp8_recipe is not None:
-            yield (
-                f"train.fp8_recipe={train.fp8_recipe} scales products in fp8, but train.fp8 is not set; set it to "
-                "hybrid or e4m3"
-            )
-        return
-    key = f"train.fp8={train.fp8}"
-    if train.fp8_recipe == "delayed":
-        yield (
-            "train.fp8_recipe=delayed scales by the largest elements of earlier steps, which checkpoints do not "
-            "contain, so a resumed run would differ; set it to tensorwise, blockwise or mxfp8"
-        )
-    yield from _own_products_in_8_bits(config, key) if config.has_own_fp8 else _its_products_in_8_bits(train, key)
-    yield from _unaligned(config, key)
-
-
-def _its_products_in_8_bits(train: TrainSection, key: str) -> Iterator[str]:
-    """Checks options that TransformerEngine's layers cannot follow in 8 bits."""
-    if train.fp8_recipe == "rowwise":
-        yield (
-            "train.fp8_recipe=rowwise is of our own layers; set model.backend=torch, or choose tensorwise, blockwise "
-            "or mxfp8"
-        )
-    if train.device == "cpu":
-        yield f"{key} needs a GPU, but train.device=cpu; set train.device=cuda, or remove train.fp8"
-    if train.precision != "bf16":
-        yield f"{key} computes everything but products in bf16, but train.precision={train.precision}; set it to bf16"
-    left_out = {"compile": train.compile in COMPILED, "offload_layers": train.offload_layers is not None}
-    for name in (name for name, holds in left_out.items() if holds):
-        yield (
-            f"{key} needs TransformerEngine's layers, which train.{name}={getattr(train, name)} excludes; remove one "
-            "of the two"
-        )
-
-
-def _own_products_in_8_bits(config: Sections, key: str) -> Iterator[str]:
-    """Checks options that our own layers cannot follow in 8 bits."""
-    train, model = config.train, config.model
-    if train.fp8_recipe in ("tensorwise", "mxfp8"):
-        yield (
-            f"train.fp8_recipe={train.fp8_recipe} needs TransformerEngine's layers, but model.backend=torch; choose "
-            "rowwise or blockwise, whose scales no layout changes, or set model.backend=auto"
-        )
-    unable = {
-        "train.precision=fp16": train.precision == "fp16",
-        "train.compile=layers": train.compile == "layers",
-        "adapter": config.adapter is not None,
-        "model.delta_net": model.delta_net is not None,
-        "model.layer_pattern": model.layer_pattern is not None,
-        "model.global_attention": model.global_attention is not None,
-    }
-    for name in (name for name, holds in unable.items() if holds):
-        yield f"{key} in our own layers (model.backend=torch) cannot be combined with {name}; remove one of the two"
-
-
-def _unaligned(config: Sections, key: str) -> Iterator[str]:
-    """Yields a message for each size on a rank that an 8-bit product does not support."""
-    model, layout, train = config.model, config.layout, config.train
-    columns, rows = _multiples(config.fp8_recipe)
-    sizes = {
-        "model.hidden_size": model.hidden_size,
-        **sizes_of_attention(model, layout.tp),
-        "model.ffn_hidden_size / layout.tp": model.ffn_hidden_size // layout.tp,
-    }
-    if model.experts is not None:
-        if not config.has_own_fp8:  # ours multiply routed experts in the run's precision
-            sizes["model.experts.ffn_hidden_size / layout.etp"] = model.experts.ffn_hidden_size // layout.etp
-        sizes["model.experts.shared_ffn_hidden_size / layout.tp"] = model.experts.shared_ffn_hidden_size // layout.tp
-    for name, size in sizes.items():
-        if size % columns:
-            yield (
-                f"{key} needs {name}={size} to be a multiple of {columns}, as its kernels require; change it, "
-                "or remove train.fp8"
-            )
-    tokens = train.micro_batch_size * config.row_width // layout.cp
-    if tokens % rows and not config.has_own_fp8:  # ours add rows of zeros
-        yield (
-            f"{key} needs a multiple of {rows} tokens in a rank's microbatch, but train.micro_batch_size x row width / "
-            f"layout.cp={tokens}; change one of them, or remove train.fp8"
-        )
-
-
-def _multiples(recipe: Fp8Recipe) -> tuple[int, int]:
-    """Returns the numbers that columns and tokens must be multiples of.
-
-    Source: TransformerEngine 2.9, assert_dim_for_fp8_exec and the block sizes of its recipes.
-    """
-    match recipe:
-        case "delayed" | "tensorwise" | "rowwise":
-            return 16, 8
-        case "mxfp8":
-            return 32, 32
-        case "blockwise":
-            return 128, 128
-        case _:
-            assert_never(recipe)

@@ -7,7 +7,7 @@ from typing import Any, Self
 from pydantic import ModelWrapValidatorHandler, model_validator
 
 from mtrain.base.notebook import html_table
-from mtrain.config import adapters, consent, derived, known_issues, rules, sharding
+from mtrain.config import adapters, combinations, consent, derived, known_issues, rules
 from mtrain.config.schema.sections import Sections
 
 
@@ -77,7 +77,7 @@ class Config(Sections):
         yield from rules.replayed_choices(model, data)
         yield from rules.recompute(train, model)
         yield from known_issues.beyond_cp_comm(model, layout, data)
-        yield from rules.products_in_8_bits(self)
+        yield from combinations.products_in_8_bits(self)
         yield from rules.compiled(train, self.dropout_keys)
         yield from rules.deterministic(train, model)
         if train.offload_optimizer and self.optimizer.kind != "adamw":
@@ -91,10 +91,10 @@ class Config(Sections):
             yield from adapters.broken_rules(self, self.adapter)
         yield from rules.preferences(self)
         yield from rules.heads(self)
-        yield from rules.images(self)
+        yield from combinations.images(self)
         yield from rules.sequence(layout, train, data)
         yield from rules.packing(train, data)
-        yield from sharding.broken_rules(self)
+        yield from combinations.sharded_weights(self)
         yield from known_issues.documents_need_torch_layers(model, layout, data)
         yield from known_issues.too_much_for_transformer_engine(self)
         yield from known_issues.refusals(self)

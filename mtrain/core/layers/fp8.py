@@ -3,8 +3,8 @@
 Numbers share a scale in groups along the contraction, so that the group of a token's number never has another token in
 it: the whole row (rowwise), or 128 numbers of a token and 128 x 128 of a weight (blockwise). A scale is a power of two,
 so that only the code is rounded. Where tensor parallelism divides the contraction, ranks exchange the largest elements
-of rows, and config/rules.py refuses blocks that a border of shards cuts. The gradient of a weight adds up tokens, whose
-order and number in a microbatch follow from the layout: it is a product in the run's precision.
+of rows, and config/combinations.py refuses blocks that a border of shards cuts. The gradient of a weight adds up
+tokens, whose order and number in a microbatch follow from the layout: it is a product in the run's precision.
 
 Sources: DeepSeek-V3, arXiv 2412.19437, section 3.3, for the blocks; torchao's recipe `rowwise_with_gw_hp` for rows.
 """

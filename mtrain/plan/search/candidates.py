@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mtrain.arch.activations import FP32_BYTES, element_bytes
 from mtrain.arch.layout import GIVEN_DEGREES, Layout, uneven_stages
 from mtrain.arch.memory import own_shard, trained_parameters
-from mtrain.config import Config, known_issues, rules, sharding
+from mtrain.config import Config, combinations, known_issues, rules
 from mtrain.config.schema.layout import LayoutSection, Shard
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
@@ -79,7 +79,7 @@ def shards(config: Sections, layout: Layout) -> tuple[Shard, ...]:
     """Returns the values of `layout.shard` that a layout allows; its `dp` includes `cp`."""
     section = LayoutSection().model_copy(update={"shard": "weights", "etp": layout.etp})
     sections = config.model_copy(update={"layout": section, "train": train_of("weights", config.train)})
-    is_legal = layout.dp > 1 and not any(sharding.broken_rules(sections))
+    is_legal = layout.dp > 1 and not any(combinations.sharded_weights(sections))
     return ("optimizer", "weights") if is_legal else ("optimizer",)
 
 
