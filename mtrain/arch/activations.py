@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
-from mtrain.arch.adapters import holds_narrow, in_layer, learns_output, trained_beside
+from mtrain.arch.adapters import holds_narrow, in_layer, learns_output, trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS, alike, kinds, present
 from mtrain.arch.features.feature import EMBEDDING, AdaptedMatrix, hidden_local
 from mtrain.arch.layout import Layout, most_microbatches
@@ -113,13 +113,13 @@ class Activations:
     config: Config
     layout: Layout
 
-    def most_bytes(self, pp_rank: int, beside_layers: int = 0, beside_logits: int = 0) -> int:
+    def most_bytes(self, pp_rank: int, gathered_in_layers: int = 0, gathered_for_logits: int = 0) -> int:
         """Estimates the peak of activations on a rank of pipeline rank `pp_rank`.
 
         Args:
             pp_rank: Rank in the pipeline.
-            beside_layers: Bytes that exist only in the backward pass of layers.
-            beside_logits: Bytes that exist only in the backward pass of the logits.
+            gathered_in_layers: Bytes that exist only in the backward pass of layers.
+            gathered_for_logits: Bytes that exist only in the backward pass of the logits.
 
         The peak is the largest of several moments: on the last stage the backward pass of the logits, which exist in
         the run's precision and in float32 while all activations are saved; and the backward pass of a layer, whose
@@ -132,12 +132,12 @@ class Activations:
         without_last = all_kept - largest.whole
         last_back = without_last + min(largest.whole, self.largest_layer_bytes()) + max(largest.moved, default=0)
         moments = [all_kept, last_back, without_last + self.alive_bytes() + sum(sorted(largest.moved)[-2:])]
-        passing = self.passing_bytes() + beside_layers
+        passing = self.passing_bytes() + gathered_in_layers
         moments = [moment + passing for moment in moments]
         # if no layer follows, the last one is still being moved when the forward pass ends
         leaving = max(largest.moved, default=0) if largest.num_staying == 0 else 0
         if pp_rank == self.layout.pp - 1:
-            moments.append(all_kept + leaving + self.logits_bytes() + beside_logits)
+            moments.append(all_kept + leaving + self.logits_bytes() + gathered_for_logits)
         else:
             moments.append(moments[-1] + leaving)
         return max(moments)
@@ -151,8 +151,8 @@ class Activations:
 
     @property
     def adapter(self) -> AdapterSection | None:
-        """What is trained on a frozen language model; see `trained_beside`."""
-        return trained_beside(self.config.model, self.config.adapter)
+        """What is trained on a frozen language model; see `trained_with_frozen`."""
+        return trained_with_frozen(self.config.model, self.config.adapter)
 
     @property
     def tokens(self) -> int:

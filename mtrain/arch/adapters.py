@@ -22,7 +22,7 @@ _NORM = re.compile(r"norm[._](q_|k_)?(weight|bias)$")
 _WITHOUT_PARTS = LoraSection.model_construct(targets=())
 
 
-def trained_beside(model: ModelSection, adapter: AdapterSection | None) -> AdapterSection | None:
+def trained_with_frozen(model: ModelSection, adapter: AdapterSection | None) -> AdapterSection | None:
     """Returns what is trained on a frozen language model: the adapter, or one without parts if only parts of the vision
     tower are; None if the language model itself is trained."""
     return _WITHOUT_PARTS if adapter is None and model.has_frozen_language_model else adapter

@@ -6,7 +6,7 @@ H heads of d dimensions, G query groups, hidden size h, FFN size f, vocabulary V
 from dataclasses import dataclass
 from typing import assert_never
 
-from mtrain.arch.adapters import OUTPUT, in_layer, learns_output, tables, trained_beside
+from mtrain.arch.adapters import OUTPUT, in_layer, learns_output, tables, trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS
 from mtrain.arch.features.feature import EMBEDDING
 from mtrain.config.schema.adapter import AdapterSection
@@ -102,7 +102,7 @@ def flops_of_step(
         adapter: Section of the adapter on a frozen model; None if the whole model is trained.
         is_scored: Whether a forward pass without gradients precedes, as for losses that compare sequences.
     """
-    adapter = trained_beside(model, adapter)
+    adapter = trained_with_frozen(model, adapter)
     layers = [*range(model.num_layers), *model.layers_ahead]
     parts = [(part, layer) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer)]
     matrices: float = sum(part.matrix_elements(model) for part, _ in parts)

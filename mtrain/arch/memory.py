@@ -10,7 +10,7 @@ from mtrain.arch.adapters import (
     holds_narrow,
     learned_norm_elements,
     learned_table_elements,
-    trained_beside,
+    trained_with_frozen,
 )
 from mtrain.arch.features import alike
 from mtrain.arch.features.feature import RankParameters
@@ -78,8 +78,8 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     if layout.shard == "weights":
         gathered = _Gathered(config.model, layout, pp_rank, element_bytes(config.train), config.adapter is None)
         freed = activations.largest_layer_bytes() if config.train.recompute == "none" else 0
-        beside = (gathered.beside_layers(freed), gathered.beside_logits)
-        peak_bytes = max(activations.most_bytes(pp_rank, *beside), gathered.after_layers)
+        in_backward = (gathered.in_layers(freed), gathered.for_logits)
+        peak_bytes = max(activations.most_bytes(pp_rank, *in_backward), gathered.after_layers)
         whole = parameters_on_rank(config.model, layout, pp_rank)
         frozen_bytes = frozen_bytes * own_shard(config.train, config.model, layout, whole) // whole.total
     if layout.shard == "weights" and config.adapter is None:
@@ -101,10 +101,10 @@ def trained_parameters(config: Config, layout: Layout, pp_rank: int) -> RankPara
     """Counts the parameters with gradients on a rank: the model without its frozen parts, or adapters and fully trained
     tensors."""
     model = config.model
-    adapter = trained_beside(model, config.adapter)
+    adapter = trained_with_frozen(model, config.adapter)
     if adapter is not None:
-        beside = adapter_parameters_on_rank(model, adapter, layout, pp_rank)
-        return replace(beside, dense=beside.dense + sum(_trained_tower_on_rank(model, pp_rank)))
+        trained = adapter_parameters_on_rank(model, adapter, layout, pp_rank)
+        return replace(trained, dense=trained.dense + sum(_trained_tower_on_rank(model, pp_rank)))
     whole = parameters_on_rank(model, layout, pp_rank)
     frozen = num_frozen_parameters(model.vision, model.hidden_size) if pp_rank == 0 else 0
     return replace(whole, dense=whole.dense - frozen)
@@ -208,10 +208,10 @@ class _Gathered:
         return _table_elements(self.model, self.layout) if is_alone and not self.model.output.is_tied else 0
 
     @property
-    def beside_logits(self) -> int:
+    def for_logits(self) -> int:
         return self.size * self.root
 
-    def beside_layers(self, freed_bytes: int) -> int:
+    def in_layers(self, freed_bytes: int) -> int:
         """Returns the bytes in the backward pass of layers: the layer that computes, its gradient, and the next layer;
         the gradient of the previous layer, which is summed in float32; the root unit and its gradient.
 

@@ -55,7 +55,7 @@ class ImageProcessor:
         backend = "pillow" if find_spec("torchvision") is None else "torchvision"
         decisive = [files, self.image_token, self._merge_size, self._limits, backend]
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
-        """Identifies how images are turned into patches."""
+        """Identifies the settings that make patches from images."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the arguments only; each process loads the processor itself."""

@@ -188,7 +188,7 @@ def service(folder: Path) -> Iterator[tuple[TestClient, list[Any]]]:
             begun.append((request.id, request.operation))
             app.desk.finish(request, Done({}))
 
-    thread = threading.Thread(target=work, daemon=True)  # set-up may fail before it is told to end
+    thread = threading.Thread(target=work, daemon=True)  # set-up may fail before the end of the queue
     thread.start()
     app.sessions[SESSION] = time.monotonic()
     app.desk.open_line(MODEL)

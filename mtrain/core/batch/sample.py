@@ -44,7 +44,7 @@ class TokenizedSample:
     extras: NDArray[np.float32] | None = None
     """[n, extras]: numbers of each token that data.extras names; the first row is ignored. None if it names none."""
     images: tuple[EncodedImage, ...] = ()
-    """Images in the order of their tokens, all of which are among `ids`."""
+    """Images in the order of their tokens; `ids` holds all tokens of each image."""
 
 
 def with_label(sample: TokenizedSample, end: int) -> TokenizedSample:

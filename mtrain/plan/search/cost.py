@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import NamedTuple, assert_never
 
 from mtrain.arch.activations import FP32_BYTES, element_bytes
-from mtrain.arch.adapters import trained_beside
+from mtrain.arch.adapters import trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS, kinds
 from mtrain.arch.features.feature import LayerPart, RankParameters, hidden_local, once_a_model
 from mtrain.arch.flops import mfu, num_attended_pairs, run_flops_per_token, sees_everything
@@ -216,7 +216,7 @@ def _num_again(work: Workload, num_layers: int) -> int:
 
 def _backward(work: Workload) -> float:
     """Returns the number of backward products per forward product: for inputs and, if trained, for weights."""
-    return 2.0 if trained_beside(work.config.model, work.config.adapter) is None else 1.0
+    return 2.0 if trained_with_frozen(work.config.model, work.config.adapter) is None else 1.0
 
 
 def _add(stage: StepCost, work: Workload, cost: LayerCost, count: int, num_again: float) -> None:

@@ -83,7 +83,7 @@ def expected_loss(folder: Path, judge: JudgeOfImages, records: list[dict[str, An
 
 
 def test_files_with_images_train_as_in_transformers(folder: Path, pool: Pool, tmp_path: Path) -> None:
-    """Rows are packed and cut, so images lie across the border of two ranks, and behind other samples."""
+    """Rows are packed and cut, so images lie across the border of two ranks, and after other samples."""
     records, layout = write_records(tmp_path), Layout(cp=2)
     content = {
         "run": {"dir": str(tmp_path / "run")},

@@ -89,20 +89,22 @@ def test_odd_images_are_what_transformers_makes_of_them(
 ) -> None:
     content = picture(random.Random(1), mode, size)
     (tmp_path / "image").write_bytes(content)
-    _same(vision_folder, judge, content, tmp_path / "image")
+    assert_same(vision_folder, judge, content, tmp_path / "image")
 
 
-@pytest.mark.parametrize("turn", range(1, 9))
-def test_images_are_turned_upright(turn: int, vision_folder: Path, judge: JudgeOfImages, tmp_path: Path) -> None:
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(
+    orientation: int, vision_folder: Path, judge: JudgeOfImages, tmp_path: Path
+) -> None:
     from PIL import Image
 
     exif = Image.Exif()
-    exif[0x0112] = turn  # orientation
-    content = picture(random.Random(turn), "RGB", (40, 8), exif=exif)
+    exif[0x0112] = orientation
+    content = picture(random.Random(orientation), "RGB", (40, 8), exif=exif)
     (tmp_path / "image").write_bytes(content)
-    _same(vision_folder, judge, content, tmp_path / "image")
+    assert_same(vision_folder, judge, content, tmp_path / "image")
     rows, columns = processor_of(vision_folder).patches(content).grid[1:]
-    assert (rows > columns) == (turn >= 5)
+    assert (rows > columns) == (orientation >= 5)
 
 
 def test_the_first_frame_of_an_animation_is_read(vision_folder: Path, judge: JudgeOfImages, tmp_path: Path) -> None:
@@ -112,10 +114,11 @@ def test_the_first_frame_of_an_animation_is_read(vision_folder: Path, judge: Jud
 
     frames = [Image.open(io.BytesIO(picture(random.Random(seed), "P", (16, 16)))) for seed in range(3)]
     frames[0].save(tmp_path / "image", "GIF", save_all=True, append_images=frames[1:])
-    _same(vision_folder, judge, (tmp_path / "image").read_bytes(), tmp_path / "image")
+    assert_same(vision_folder, judge, (tmp_path / "image").read_bytes(), tmp_path / "image")
 
 
-def _same(folder: Path, judge: JudgeOfImages, content: bytes, path: Path) -> None:
+def assert_same(folder: Path, judge: JudgeOfImages, content: bytes, path: Path) -> None:
+    """Compares the patches of an image with those of transformers' processor."""
     processor = processor_of(folder)
     processor.check(content)
     found = processor.patches(content)
