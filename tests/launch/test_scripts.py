@@ -62,7 +62,8 @@ case $1-$2 in
     [[ ! -e $CALLS/requeued ]] || state=COMPLETING
     echo "JobId=$4 ${ARRAY:+ArrayJobId=712000 ArrayTaskId=3 }JobState=$state Reason=None" \
       "Restarts=$(cat "$CALLS/requeued" 2>/dev/null | wc -l) PreemptTime=${PREEMPT_TIME:-None} ${FIELDS:-}" ;;
-  update-*) echo "$3" >> "$CALLS/updated" ;;
+  update-*) [[ $2 != JobId= ]] || exit 1; echo "$3" >> "$CALLS/updated" ;;
+  release-*) [[ -z $2 ]] || echo "$2" >> "$CALLS/released" ;; # without a job it does nothing, like Slurm
   requeue-* | requeuehold-*)
     next requeue
     [[ $answer == lie ]] || echo "$2" >> "$CALLS/requeued"

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,6 +62,42 @@ def test_a_node_is_left_out_where_the_job_as_its_user_asked_for_it_can_start_wit
     usable = set({"a": NODES[:2], "b": NODES[2:], "": NODES}[feature]) - left_out - {node}
     can_start = needed <= usable and len(usable) >= count
     assert sorted(set(found)) == (sorted(left_out | {node}) if can_start else [])
+
+
+@contextmanager
+def terms_after_the_requeue(folder: Path) -> Iterator[None]:
+    """Sends SIGTERM to all shells of the script again and again once the job is requeued. Slurm sends it once, at any
+    moment, and to the commands too, which the script then repeats."""
+    ended = threading.Event()
+
+    def send() -> None:
+        while not (folder / "requeued").exists() and not ended.is_set():
+            time.sleep(0.001)
+        while not ended.is_set():
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    if str(ROOT / "launch" / "slurm.sbatch") in process.cmdline():
+                        process.send_signal(signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        sender.join()
+
+
+@pytest.mark.fault(
+    "signals",
+    "the SIGTERM that Slurm sends to every process of a job that it requeues, at any moment",
+    happens="the script goes on: the faulty node is left out, and the held job is released",
+    exit_code=0,
+)
+def test_a_held_job_is_released_whenever_the_requeue_signals_the_script(tmp_path: Path) -> None:
+    with terms_after_the_requeue(tmp_path):
+        assert failed_on(tmp_path, "srun: error: n2: task 1: Killed", NumNodes="2") == ["n2"]
+    assert (tmp_path / "released").read_text() == "712345\n"
 
 
 CANCELLED = "slurmstepd-n1: error: *** STEP 712345.0 ON n1 CANCELLED AT 2026-11-28T07:31:00 ***"
