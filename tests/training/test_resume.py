@@ -43,11 +43,17 @@ def newest_step(run: Path) -> int:
     exit_code=5,
 )
 @pytest.mark.waits
+@pytest.mark.parametrize("shard", ["optimizer", pytest.param("weights", marks=pytest.mark.nightly)])
 def test_a_rank_killed_in_a_save_during_training_costs_the_steps_since_the_last_one(
-    command: Callable[..., list[str]], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
+    command: Callable[..., list[str]],
+    start: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    notice: Notice,
+    shard: str,
 ) -> None:
     run = tmp_path / "run"
-    arguments = command("checkpoint.interval_steps=2", "checkpoint.self_test=true", ranks=2)
+    arguments = command("checkpoint.interval_steps=2", "checkpoint.self_test=true", f"layout.shard={shard}", ranks=2)
     monkeypatch.setenv(fault_points.VARIABLE, "kill rank=1 step=4 phase=write.3")
     with notice:
         code, output, errors = finished(start(arguments))

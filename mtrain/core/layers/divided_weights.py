@@ -93,9 +93,7 @@ def divide_weights(
     for module in _units(chunk):
         mesh = of_experts if isinstance(module, Experts) else of_others
         _give_memory(module, groups.device)
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter not in whole and not isinstance(parameter, DTensor):
-                parameter.data = parameter.data.to(widest)  # in one unit at a time
+        _widen(module, whole, widest)
         # the root unit stays gathered, since it has the table that the loss multiplies by
         stays = module is chunk
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays, ignored_params=whole)
@@ -127,6 +125,12 @@ def _give_memory(unit: nn.Module, device: torch.device) -> None:
             values = nn.Parameter(torch.empty_like(matrix, device=device), matrix.requires_grad)
             vars(values).update(vars(matrix))
             module._parameters["weight"] = values
+
+
+def _widen(unit: nn.Module, excluded: set[nn.Parameter], dtype: torch.dtype) -> None:
+    for parameter in unit.parameters():
+        if parameter.requires_grad and parameter not in excluded and not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(dtype)
 
 
 @torch.no_grad()
