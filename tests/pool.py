@@ -22,7 +22,12 @@ __all__ = ["Pool", "RankFailed"]
 
 FUNCTIONS = ("tests.parity.ranks", "tests.core.state.checkpoint_ranks", "mtrain.verify.core.exact")
 """Modules that most ranks call, and would otherwise import each: a hundred ranks, two to five seconds."""
-LAZY = ("numpy.ma", "rich._emoji_codes", "torch.utils.serialization.config")
+LAZY = (
+    "numpy.ma",
+    "rich._emoji_codes",
+    "torch.utils.serialization.config",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+)
 """Modules that libraries import during a run."""
 
 

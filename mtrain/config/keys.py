@@ -9,6 +9,7 @@ import textwrap
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
@@ -109,6 +110,7 @@ def _keys_of(section: type[Section], prefix: str, kinds: tuple[str, ...]) -> Ite
             yield from _keys_of(subsection, f"{prefix}{name}{separator(info.annotation)}", subkinds)
 
 
+@cache
 def texts_of(section: type[Section]) -> dict[str, str]:
     """Returns field -> the docstring below it, including inherited fields."""
     texts = {}

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fault_table import Notice
 from tests.launch.test_scripts import finish, start
 from tests.paths import ROOT
 
@@ -94,8 +95,8 @@ def terms_after_the_requeue(folder: Path) -> Iterator[None]:
     happens="the script goes on: the faulty node is left out, and the held job is released",
     exit_code=0,
 )
-def test_a_held_job_is_released_whenever_the_requeue_signals_the_script(tmp_path: Path) -> None:
-    with terms_after_the_requeue(tmp_path):
+def test_a_held_job_is_released_whenever_the_requeue_signals_the_script(tmp_path: Path, notice: Notice) -> None:
+    with terms_after_the_requeue(tmp_path), notice:
         assert failed_on(tmp_path, "srun: error: n2: task 1: Killed", NumNodes="2") == ["n2"]
     assert (tmp_path / "released").read_text() == "712345\n"
 
