@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mtrain import ConfigError, Engine
+from mtrain import ConfigError, Engine, SamplingParams
 from mtrain.config import Config
 from mtrain.core.engine.optimizer import AdamOptions
 from mtrain.core.ranks.groups import Groups
 from tests.training.engine_ranks import Batch, free
 
+FEW = SamplingParams(max_new_tokens=6)
 ADAM = AdamOptions(0.8, 0.9, 1e-3, 0.0, 0.5)
 
 
@@ -73,7 +74,7 @@ def mixed(
             for call in range(len(any_one.steps[number])):
                 for name, one in wanted.items():
                     adapters[name].forward_backward(one.steps[number][call])
-                    engine.generate([[3]])
+                    engine.generate([[3]], FEW)
             brief = engine.adapter("brief", {"rank": 3})
             with brief.adapters_off():
                 next(iter(adapters.values())).forward(one.steps[0][0])
@@ -92,7 +93,7 @@ def mixed(
 def shown(engine: Engine, one: Wanted, steps: list[Any]) -> Learned:
     log_probs = [each.tolist() for each in engine.forward(one.steps[-1][-1]).log_probs]
     weights = [each.tolist() for each in engine.hold(weights_only=True).weights]
-    return Learned(steps, log_probs, engine.generate([[5, 6], [7]]), weights)
+    return Learned(steps, log_probs, engine.generate([[5, 6], [7]], FEW), weights)
 
 
 class Sizes(NamedTuple):

@@ -26,6 +26,7 @@ from mtrain import (
     EvalResult,
     LossPair,
     MtrainError,
+    SamplingParams,
     StepResult,
     TermInputs,
     weigh,
@@ -104,7 +105,7 @@ def set_aside(groups: Groups, config: Config, batches: Sequence[Batch], other: B
                             engine.forward_backward(other)
                             engine.optim_step(0.1)
                             engine.put_back(sampled)
-                        found[-1].append(engine.generate([[3], [5, 7]]))
+                        found[-1].append(engine.generate([[3], [5, 7]], SamplingParams(max_new_tokens=6)))
                         if takes_turns:
                             engine.put_back(state)
                     found[-1].append(engine.optim_step(0.01))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import cache, partial
 from typing import Any
@@ -52,8 +51,8 @@ def quantised(matrix: Matrix, height: int, width: int, form: torch.dtype) -> tup
     scales = np.zeros((matrix.shape[0] // height, matrix.shape[1] // width))
     for row, column in np.ndindex(*scales.shape):
         place = np.s_[row * height : (row + 1) * height, column * width : (column + 1) * width]
-        exponent = -126
-        while np.abs(matrix[place]).max() > table[-1] * 2.0**exponent:
+        exponent, most = -126, np.abs(matrix[place]).max()
+        while most > table[-1] * 2.0**exponent:
             exponent += 1
         scales[row, column] = 2.0**exponent
         given = np.abs(matrix[place]) / 2.0**exponent
@@ -114,9 +113,10 @@ def test_what_is_not_finite_stays_so_in_its_own_group() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled_scaling_has_the_same_codes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "BACKEND", backend)
-    for seed, dtype in ((11, torch.bfloat16), (12, torch.float32)):
+    for seed, dtype in ((11, torch.bfloat16), (12, torch.float32)):  # the second one turned: each needs a graph
         numbers = drawn(seed, 2 * BLOCK, 2 * BLOCK, dtype)
-        for given, (height, width) in itertools.product((numbers, numbers.t()), GROUPS):
+        given = numbers if dtype == torch.bfloat16 else numbers.t()
+        for height, width in GROUPS:
             with torch.no_grad():
                 compiled = largest.compiled_if(True)(given, height, width)
                 found = scaled.compiled_if(True)(given, compiled, E5M2)
