@@ -203,8 +203,9 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
         shutil.copyfile(source.folder.path / path, origin / path)
     weight_names, shards = source.weights.names(), dict[str, Any]()
     for shard, file in source.folder.files.items():
-        tensors = [stored.removesuffix(BLOCKS_SUFFIX) for stored in file.entries]
-        shards[shard] = {"metadata": file.metadata, "tensors": [tensor for tensor in tensors if tensor in weight_names]}
+        tensors = {stored.removesuffix(BLOCKS_SUFFIX): entry.shape for stored, entry in file.entries.items()}
+        kept = {tensor: shape for tensor, shape in tensors.items() if tensor in weight_names}
+        shards[shard] = {"metadata": file.metadata, "tensors": kept}
     if plain != config:
         write_atomically(origin / CONFIG_NAME, json.dumps(plain, indent=2) + "\n")
     write_atomically(origin / SHARDS_NAME, json.dumps(shards) + "\n")

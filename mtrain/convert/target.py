@@ -7,6 +7,7 @@ import torch
 
 from mtrain.arch.parameters import PADDED_TABLES
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at, load_entry, verify_files
 from mtrain.checkpoint.store.imported import imported_model
@@ -105,13 +106,14 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
         if like is not None:
             source = source._replace(origin=like, tokenizer=None)
     family = exported_family(source.model, source.origin)
-    names = [name for file in files_there(source.origin).values() for name in file["tensors"]]
+    files = files_there(source.origin)
+    names = [name for file in files.values() for name in file["tensors"]]
     if is_import:
         family = family.as_stored(names)
     elif family.tower is not None or source.model.output.is_tied:
         # besides a tensor outside the base model, transformers 4 does not accept names without `model.`
         family = family.as_stored(names, for_all_versions=True)
-    table = family.table(source.model)
+    table = family.table(source.model, _shapes(files) if is_import else {})
     tensors: CheckpointTensors | MergedTensors | MegatronTensors
     if entry is None:
         tensors = MegatronTensors(folder, source.model, table)
@@ -139,8 +141,8 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
 
 
 def files_there(origin: Path | None) -> dict[str, Any]:
-    """Returns file -> metadata and tensor names of the weights' original folder; empty if unknown. Refuses two files
-    that disagree about the weights."""
+    """Returns file -> metadata and tensor names (in an import with their shapes) of the weights' original folder; empty
+    if unknown. Refuses two files that disagree about the weights."""
     if origin is None:
         return {}
     if (origin / SHARDS_NAME).exists():
@@ -155,6 +157,12 @@ def files_there(origin: Path | None) -> dict[str, Any]:
     for name, file in indexed.items():
         files.setdefault(file, {"metadata": {"format": "pt"}, "tensors": []})["tensors"].append(name)
     return files
+
+
+def _shapes(files: dict[str, Any]) -> dict[str, Sizes]:
+    # imports of older versions of mtrain have no shapes
+    listed = [file["tensors"] for file in files.values() if isinstance(file["tensors"], dict)]
+    return {name: tuple(shape) for tensors in listed for name, shape in tensors.items()}
 
 
 def exported_family(model: ModelSection, origin: Path | None) -> Family:

@@ -34,7 +34,7 @@ from tests.messages import refuses
 from tests.pool import Pool
 
 CARRIED = "hf/carried.safetensors"
-BY_NIGHT = ("qwen3-vl-images", "gemma3-images", "ministral3-images", "qwen3.5-images")
+BY_NIGHT = ("qwen3-vl-images", "qwen3-vl-moe-images", "gemma3-images", "ministral3-images", "qwen3.5-images")
 """Models whose tensors and fields are named as those of mistral3 and qwen3.5-moe-images."""
 EACH_TOWER = [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in TOWERS]
 
@@ -213,11 +213,18 @@ def saying(config: dict[str, Any], outer: bool | None, nested: bool | None) -> d
     return changed(config, outer) | {"text_config": changed(config["text_config"], nested)}
 
 
+def tying(config: dict[str, Any]) -> tuple[bool, bool]:
+    """Returns whether transformers 5 and 4 tie a folder's tables."""
+    if config["model_type"].startswith("qwen3_vl"):  # 5.24 has another default than 4.57, or none
+        config = config | {"text_config": {TIED: False} | config["text_config"]}
+    read = transformers.AutoConfig.for_model(**copy.deepcopy(config))
+    return getattr(read, TIED), getattr(read.text_config, TIED)
+
+
 def heads(config: dict[str, Any], stored: str) -> tuple[str, str]:
     """Returns what transformers 5 and 4 take for the head of a folder; NONE where it would be drawn at random."""
-    read = transformers.AutoConfig.for_model(**copy.deepcopy(config))
-    in_5 = COPY if stored == NONE and getattr(read, TIED) else stored
-    return in_5, COPY if getattr(read.text_config, TIED) else stored
+    in_5, in_4 = tying(config)
+    return COPY if stored == NONE and in_5 else stored, COPY if in_4 else stored
 
 
 @pytest.mark.parametrize("name", EACH_TOWER)
@@ -235,8 +242,7 @@ def test_a_config_says_to_both_versions_whether_tables_are_tied(name: str) -> No
         assert heads(same, stored) == (meant, meant), case
         assert same in (theirs, saying(theirs, outer, model.tied_embeddings)), case
         changed = family.for_all_versions(same)
-        read = transformers.AutoConfig.for_model(**copy.deepcopy(changed))
-        assert [getattr(each, TIED) for each in (read, read.text_config)] == [model.tied_embeddings] * 2, case
+        assert tying(changed) == (model.tied_embeddings, model.tied_embeddings), case
 
 
 @pytest.mark.parametrize("name", EACH_TOWER)
@@ -269,6 +275,42 @@ def test_a_text_model_has_the_name_that_it_is_published_with(tmp_path: Path) -> 
     export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
     for file in theirs.iterdir():
         assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def turned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Transposes the matrices of all experts, as Qwen3-VL is published: transformers 5 saves them as they are in
+    memory."""
+    return {name: value.transpose(1, 2).contiguous() if ".experts." in name else value for name, value in state.items()}
+
+
+@pytest.mark.parametrize("is_turned", [False, True], ids=["as in memory", "as published"])
+def test_fused_experts_come_back_in_the_form_in_which_they_came(is_turned: bool, pool: Pool, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    save("qwen3-vl-moe-images", theirs, torch.float32, max_shard_size="1GB")
+    file = theirs / "model.safetensors"
+    if is_turned:
+        save_file(turned(load_file(file)), file, {"format": "pt"})
+    import_hf(theirs, tmp_path / "ours", None, num_workers=1)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    for each in theirs.iterdir():
+        assert (tmp_path / "back" / each.name).read_bytes() == each.read_bytes(), each.name
+    expected = transformers_logits(theirs, random_tokens(57)).numpy()
+    ours = pool.run(hf_ranks.logits, Layout(), tmp_path / "ours")[0]
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    # other exports are in the form that transformers 4 and vLLM read, too
+    export_hf(tmp_path / "ours", tmp_path / "like", theirs, None, num_workers=1)
+    published = load_file(file) if is_turned else turned(load_file(file))
+    assert {name: value.shape for name, value in load_file(tmp_path / "like" / file.name).items()} == {
+        name: value.shape for name, value in published.items()
+    }
+    assert all(torch.equal(value, published[name]) for name, value in load_file(tmp_path / "like" / file.name).items())
+    verify_hf(tmp_path / "ours", theirs, num_workers=1)
+
+
+def test_square_matrices_of_experts_are_refused(tmp_path: Path) -> None:
+    save("qwen3-vl-moe-images", tmp_path / "theirs", moe_intermediate_size=16)
+    with pytest.raises(DataError, match=r"experts\.gate_up_proj has shape \[5, 32, 32\], which does not tell"):
+        import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
 
 
 def test_images_come_from_the_folder_that_is_named(tmp_path: Path) -> None:

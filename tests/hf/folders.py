@@ -364,6 +364,25 @@ TOWERS: dict[str, Any] = {
         video_token_id=51,
         tie_word_embeddings=False,
     ),
+    "qwen3-vl-moe-images": lambda: transformers.Qwen3VLMoeConfig(
+        text_config={
+            **AWKWARD,
+            "num_key_value_heads": 2,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config=_OF_QWEN | {"depth": 2, "deepstack_visual_indexes": [1]},
+        image_token_id=50,
+        video_token_id=51,
+        tie_word_embeddings=False,
+    ),
     "qwen3.5-images": lambda: transformers.Qwen3_5Config(
         text_config=CONFIGS["qwen3.5"]().to_dict() | _STEADY,
         vision_config=_OF_QWEN,

@@ -88,6 +88,7 @@ MODELS: dict[str, Model] = {
     "mixtral": Model("mixtral", {"num_local_experts": 4}, "mixtral_8x7b"),
     "qwen2_moe": Model("qwen2-moe", {"num_experts": 4, **_FULL}, "qwen2_57b_a14b"),
     "qwen3_moe": Model("qwen3-moe", {"num_experts": 4}, "qwen3_30b_a3b"),
+    "qwen3_vl_moe": Model("qwen3-vl-moe-images", {"num_experts": 4}, "qwen3_30b_a3b"),
     "qwen3_next": Model("qwen3-next", {"num_experts": 4, **_HYBRID}, "qwen3_next_80b_a3b"),
     "qwen3_5_text": Model("qwen3.5", _HYBRID, "qwen3.5_9b"),
     "qwen3_5": Model("qwen3.5-images", _HYBRID, "qwen3.5_9b"),
@@ -350,7 +351,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Mistral, Qwen2.5, Qwen3, Phi-4, SmolLM3, OLMo-2, OLMo-3": (
         *("mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "olmo3"),
     ),
-    "Qwen3-VL (text and images)": ("qwen3_vl",),
+    "Qwen3-VL (text and images)": ("qwen3_vl", "qwen3_vl_moe"),
     "Gemma 3, Gemma 4 31B and 26B-A4B, Mistral Small, Ministral 3 (text; images travel)": (
         *("gemma3_text", "gemma3", "gemma4_text", "gemma4", "mistral3", "ministral3", "mistral3/ministral3"),
     ),

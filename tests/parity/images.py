@@ -89,21 +89,41 @@ def experts_config() -> Any:
     return config
 
 
+_OF_NETS = ("linear_", "layer_types", "tie_word", "num_hidden_layers")
+_ATTENTION = {name: value for name, value in _TEXT.items() if not name.startswith(_OF_NETS)}
+
+
 def deepstack_config() -> Any:
-    of_nets = ("linear_", "layer_types", "tie_word", "num_hidden_layers")
-    text = {name: value for name, value in _TEXT.items() if not name.startswith(of_nets)} | {"num_hidden_layers": 3}
     tower = _TOWER | {"depth": 3, "deepstack_visual_indexes": [0, 2]}
     return transformers.Qwen3VLConfig(
-        text_config=text, vision_config=tower, **_IDS, attn_implementation="eager", tie_word_embeddings=False
+        text_config=_ATTENTION | {"num_hidden_layers": 3},
+        vision_config=tower,
+        **_IDS,
+        attn_implementation="eager",
+        tie_word_embeddings=False,
     )
 
 
-Kind = Literal["dense", "experts", "deepstack"]
-"""Qwen3.5, Qwen3.5 with experts, Qwen3-VL."""
+def deepstack_experts_config() -> Any:
+    routed = {name: value for name, value in _EXPERTS.items() if "shared" not in name}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config=_ATTENTION | routed | {"num_hidden_layers": 2, "tie_word_embeddings": False},
+        vision_config=_TOWER | {"deepstack_visual_indexes": [0]},
+        **_IDS,
+        attn_implementation="eager",
+        tie_word_embeddings=False,
+    )
+    config.text_config._experts_implementation = "eager"
+    return config
+
+
+Kind = Literal["dense", "experts", "deepstack", "deepstack experts"]
+"""Qwen3.5, Qwen3.5 with experts, Qwen3-VL, Qwen3-VL with experts."""
 _KINDS: dict[Kind, tuple[Any, Any]] = {
     "dense": (transformers.Qwen3_5ForConditionalGeneration, dense_config),
     "experts": (transformers.Qwen3_5MoeForConditionalGeneration, experts_config),
     "deepstack": (transformers.Qwen3VLForConditionalGeneration, deepstack_config),
+    "deepstack experts": (transformers.Qwen3VLMoeForConditionalGeneration, deepstack_experts_config),
 }
 
 
@@ -115,7 +135,9 @@ def model_of(kind: Kind) -> Any:
     model = of_kind(described()).double()
     for name, parameter in model.named_parameters():
         is_scale = "norm" in name and name.endswith("weight")
-        is_scale &= kind == "deepstack" or "visual" in name or "linear_attn" in name  # the others are stored minus 1
+        is_scale &= (
+            kind.startswith("deepstack") or "visual" in name or "linear_attn" in name
+        )  # the others are stored minus 1
         torch.nn.init.normal_(parameter, mean=1.0 if is_scale else 0.0, std=0.1)
     return model
 

@@ -108,7 +108,7 @@ def open_source(path: Path, needs_output: bool = True, depths: int = 0, with_vis
             f"{len(weights.names())} tensors; download it again"
         )
     # config.json alone determines which tensors must exist
-    table = family.table(model)
+    table = family.table(model, {name: weights.facts(name)[1] for name in weights.names()})
     output = {tensor.name for tensor, filled in table.tensors() if filled.key == _OUTPUT}
     if not needs_output and not output & weights.names():
         table = table.without(_OUTPUT)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from mtrain.arch.features import kinds, present
 from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import Sizes
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import DEPTHS, Entry, config_of, model_of, validated
 from mtrain.hf.schema.table import Rule, Table, TensorPattern, build_table
@@ -193,11 +195,12 @@ class Family:
             result |= {name: value for name, value in entry.older(text).items() if name not in text}
         return result if self.tower is None else self.tower.with_outer_tying(self.tower.with_text(config, text, result))
 
-    def table(self, model: ModelSection) -> Table:
-        """Builds the table of a model's tensors."""
+    def table(self, model: ModelSection, stored: Mapping[str, Sizes] = MappingProxyType({})) -> Table:
+        """Builds the table of a model's tensors; `stored`: shapes of a folder's tensors, which some families write in
+        two ways."""
         # layers of different kinds have different keys, so megatron-core numbers them instead of stacking them
         is_stacked = len(set(kinds(model))) == 1
-        table = build_table(self.rules, model, axis_sizes(model), is_stacked)
+        table = build_table(self.rules, model, axis_sizes(model), is_stacked, stored)
         table = replace(table, copies=_copies(model, self.base, self.outside))
         trained = None if self.tower is None else self.tower.trained
         return table if trained is None else with_tower(table, model, trained.prefix)

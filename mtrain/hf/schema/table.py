@@ -17,8 +17,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.config.schema.model import ModelSection
 
@@ -216,6 +218,8 @@ class TensorPattern:
     instead of the fused tensor."""
     pieces: tuple[TensorPattern, ...] = ()
     """Patterns whose rows the tensor joins; only their axes and positions matter."""
+    turned: str = ""
+    """Axes in files of some programs, which a stored tensor's shape tells; empty: always `axes`."""
 
 
 @dataclass(frozen=True)
@@ -285,8 +289,21 @@ _STREAMED_ELEMENTS = 1 << 23
 _LAYERS, _DEPTHS = "decoder.layers.", "mtp.layers."
 
 
-def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str, int], stacked: bool) -> Table:
-    """Applies a family's rules to a model; a checkpoint may stack layers, whose number is L in `sizes`."""
+def build_table(
+    rules: tuple[Rule, ...],
+    model: ModelSection,
+    sizes: Mapping[str, int],
+    stacked: bool,
+    stored: Mapping[str, Sizes] = MappingProxyType({}),
+) -> Table:
+    """Applies a family's rules to a model; a checkpoint may stack layers, whose number is L in `sizes`.
+
+    Args:
+        stored: Shapes of a folder's tensors, by name, if one is read or written again.
+
+    Raises:
+        DataError: A stored tensor may be turned or not.
+    """
     shapes: dict[str, Sizes] = {}
     slices: list[FilledSlice] = []
     # layer by layer, so that slices are in the order of the model
@@ -296,7 +313,7 @@ def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str
             if _prefix(rule.key) == scope.prefix and rule.when(model, scope.like):
                 key, axes = rule.key.replace(".*.", scope.infix), f"L {rule.axes}" if "L" in scope.fixed else rule.axes
                 shapes[key] = shape(axes, sizes)
-                slices += _slices(rule, key, axes, scope, sizes)
+                slices += _slices(rule, key, axes, scope, sizes, stored)
     return Table(shapes, tuple(slices))
 
 
@@ -325,7 +342,9 @@ def _prefix(key: str) -> str:
     return next((prefix for prefix in (_LAYERS, _DEPTHS) if key.startswith(f"{prefix}*.")), "")
 
 
-def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, int]) -> Iterator[FilledSlice]:
+def _slices(
+    rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, int], stored: Mapping[str, Sizes]
+) -> Iterator[FilledSlice]:
     # without {E}, as in GPT-OSS, a tensor has all experts of a layer, along an axis like any other
     by_expert = all("{E}" in part.name for part in rule.parts)
     of_experts: list[dict[str, int]] = [{"E": number} for number in range(sizes["E"])] if by_expert else [{}]
@@ -335,14 +354,24 @@ def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, 
         hull = Arrangement(axes, " ".join(free), fixed, sizes)
         # each fixed axis (layer, expert) is a separate dimension, so the others form one slice
         (block,) = hull.blocks()
+        named = [(part, part.name.format(L=scope.number, **expert)) for part in rule.parts]
         tensors = tuple(
-            HfTensor(
-                part.name.format(L=scope.number, **expert),
-                _arrangement(part, hull, axes, fixed, sizes),
-            )
-            for part in rule.parts
+            HfTensor(name, _arrangement(_as_stored(part, name, sizes, stored), hull, axes, fixed, sizes))
+            for part, name in named
         )
         yield FilledSlice(key, block.whole, tensors, rule.keeps_dtype)
+
+
+def _as_stored(part: TensorPattern, name: str, sizes: Mapping[str, int], stored: Mapping[str, Sizes]) -> TensorPattern:
+    if not part.turned or name not in stored:
+        return part
+    usual, turned = shape(part.axes, sizes), shape(part.turned, sizes)
+    if usual == turned:
+        raise DataError(
+            f"{name} has shape {list(usual)}, which does not tell whether its matrices are transposed (transformers 4 "
+            "transposes them, 5 does not); only matrices that are not square can be read"
+        )
+    return replace(part, axes=part.turned) if stored[name] == turned else part
 
 
 def _arrangement(

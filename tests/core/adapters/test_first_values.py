@@ -28,7 +28,7 @@ TARGETS = ("all-linear", "single", "fused", "dora")
 
 BY_NIGHT = (
     *("mistral", "mistral3", "ministral3", "mistral3/ministral3", "qwen2", "smollm3", "qwen3_moe", "olmo2"),
-    *("kimi_k2", "kimi_k25", "glm4_moe_lite", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
+    *("kimi_k2", "kimi_k25", "glm4_moe_lite", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
 )
 """Families whose matrices are named as those of llama, qwen3, qwen2_moe, olmo3 and deepseek_v3, with or without a
 tower. Every second of the others is by day; tests/hf/schema/test_all_linear.py has the matrices of all."""

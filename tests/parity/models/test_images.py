@@ -109,6 +109,14 @@ DEEP_CASES = [
 ]
 
 
+DEEP_EXPERT_CASES = [case(4, num_layers=2), case(4, tp=2, sp=True, cp=2, ep=2), case(4, pp=2, dp=2, ep=2)]
+
+
+@pytest.mark.parametrize("each", DEEP_EXPERT_CASES, ids=["one process", "tp2-sp-cp2-ep2", "pp2-dp2-ep2"])
+def test_deeper_features_reach_experts_as_in_transformers(pool: Pool, each: Case) -> None:
+    assert_exact(pool, each, kind="deepstack experts")
+
+
 @pytest.mark.parametrize("each", DEEP_CASES, ids=map(str, DEEP_CASES))
 def test_deeper_features_are_added_as_in_transformers(pool: Pool, each: Case) -> None:
     assert_exact(pool, each, kind="deepstack")

@@ -28,10 +28,14 @@ def with_images(vision: dict[str, Any], **changes: Any) -> Config:
 @pytest.mark.parametrize(
     ("vision", "changes", "layouts"),
     [
-        ({"deepstack": (0, 1)}, {"data__isolate_documents": True}, "tp2spcp2mbs2,pp2dp2mbs2"),
+        (
+            {"deepstack": (0, 1)},
+            {"data__isolate_documents": True, "model__experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16}},
+            "tp2spcp2mbs2,pp2dp2ep2mbs2",
+        ),
         ({}, PACKED | {"model__delta_net": NET}, "tp2spcp2mbs1"),
     ],
-    ids=["documents, with deeper features", "packed, with delta nets"],
+    ids=["documents, with deeper features and experts", "packed, with delta nets"],
 )
 def test_images_are_exact(pool: Pool, vision: dict[str, Any], changes: dict[str, Any], layouts: str) -> None:
     report = check(pool, with_images(TRAINED | vision, **changes), layouts, num_steps=3)

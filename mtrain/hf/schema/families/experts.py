@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE, MiniMax-M2 and GPT-OSS: the usual transformer with experts in every layer.
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-VL-MoE, MiniMax-M2, GPT-OSS: the usual transformer with experts in each layer.
 
 MiniMax-M2 scores experts with a sigmoid, normalises whole queries and keys, and rotates heads partly. GPT-OSS has
 biases everywhere, attention sinks, and experts that are fused, transposed and interleaved on disk.
@@ -29,8 +29,10 @@ from mtrain.hf.schema.families.common import (
     router,
     shared_experts,
 )
-from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.families.dense import QWEN3_VL
+from mtrain.hf.schema.family import Family, in_tower
 from mtrain.hf.schema.table import Rule, TensorPattern
+from mtrain.hf.schema.tower import default_sizes
 from mtrain.hf.schema.values import needed_value
 
 # a softmax over the chosen experts equals a softmax over all experts, divided by the sum of the chosen ones
@@ -60,15 +62,19 @@ _TOP_K = "num_experts_per_tok"
 
 
 @final
+@dataclass(frozen=True)
 class _SeveralExperts(Entry):
     """Number of chosen experts, at least 2; the family always divides their scores by their sum, and we do so if
     several are chosen."""
+
+    default: int
+    """Number if the file has none."""
 
     names = (_TOP_K,)
     part = "experts"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        top_k = needed_value(config, _TOP_K, int, 8)
+        top_k = needed_value(config, _TOP_K, int, self.default)
         if top_k == 1:
             raise DataError(
                 f"config.json: {_TOP_K}=1 is not supported, but 2 or more are needed: this family gives a single "
@@ -78,6 +84,11 @@ class _SeveralExperts(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         return {_TOP_K: lookup(model, "experts.top_k")}
+
+
+def _fused(key: str, axes: str, name: str, on_disk: str, turned: str = "") -> Rule:
+    part = TensorPattern(f"{THEIRS}mlp.experts.{name}", on_disk, turned=turned)
+    return Rule(f"{KEY}mlp.experts.experts.{key}", axes, (part,), has_experts)
 
 
 MIXTRAL = Family(
@@ -158,6 +169,47 @@ QWEN3_MOE = Family(
     # Qwen3MoeConfig has no such fields, so they have no effect
     inert=("max_window_layers", "use_qk_norm"),
 )
+assert QWEN3_VL.tower is not None
+assert QWEN3_VL.tower.trained is not None
+QWEN3_VL_MOE = in_tower(
+    Family(
+        "qwen3_vl_moe_text",
+        "Qwen3VLMoeForCausalLM",
+        (
+            *common(),
+            *ACTIVATION,
+            *heads(groups=16),
+            Field("moe_intermediate_size", "experts.ffn_hidden_size", 1408),
+            Field("num_experts", "experts.num_experts", 60, alias="num_local_experts"),
+            _SeveralExperts(4),
+            Constant("experts.pre_softmax", False),
+            # a field of published files, which transformers does not read
+            Required("norm_topk_prob", True, True, part="experts"),
+            Required("attention_bias", False, False),
+            *NO_DENSE_LAYERS,
+            Constant("qk_norm", True),
+            # positions on three axes for images, which coincide for text
+            Rope(default_base=500000.0, unread=("mrope_section", "mrope_interleaved")),
+        ),
+        (
+            *VOCABULARY,
+            *NORMS,
+            *ATTENTION,
+            router("mlp.gate.weight"),
+            # published as here; transformers 5 reads both forms, and saves the other one
+            _fused("linear_fc1.weight", "E (c e) h", "gate_up_proj", "E h (c e)", turned="E (c e) h"),
+            _fused("linear_fc2.weight", "E h e", "down_proj", "E e h", turned="E h e"),
+        ),
+    ),
+    "qwen3_vl_moe",
+    "Qwen3VLMoeForConditionalGeneration",
+    replace(
+        QWEN3_VL.tower,
+        text_type="qwen3_vl_moe_text",
+        defaults=default_sizes(layers=24, hidden=2048, feed_forward=5632, heads=16, vocabulary=151936),
+        trained=replace(QWEN3_VL.tower.trained, types=("qwen3_vl_moe_vision", "qwen3_vl_moe")),
+    ),
+)
 MINIMAX_M2 = Family(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
@@ -167,7 +219,7 @@ MINIMAX_M2 = Family(
         *heads(groups=8, head_dim=128),
         Field("intermediate_size", "experts.ffn_hidden_size", 1536),
         Field("num_local_experts", "experts.num_experts", 256, alias="num_experts"),
-        _SeveralExperts(),
+        _SeveralExperts(8),
         Constant("experts.score", "sigmoid"),
         Constant("experts.expert_bias", True),
         Constant("qk_norm", True),
@@ -203,12 +255,6 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-
-
-def _fused(key: str, axes: str, name: str, on_disk: str) -> Rule:
-    return Rule(
-        f"{KEY}mlp.experts.experts.{key}", axes, (TensorPattern(f"{THEIRS}mlp.experts.{name}", on_disk),), has_experts
-    )
 
 
 _EXPERTS = (
@@ -253,4 +299,4 @@ GPT_OSS = Family(
         *_EXPERTS,
     ),
 )
-FAMILIES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+FAMILIES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_VL_MOE)
