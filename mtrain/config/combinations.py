@@ -47,6 +47,7 @@ def _not_with_sharded_weights(config: Sections) -> Iterator[tuple[str, str]]:
 def images(config: Sections) -> Iterator[str]:
     """Checks that no unsupported feature is combined with a vision tower."""
     vision, train = config.model.vision, config.train
+    yield from _learning_rates(config)
     if vision is None:
         return
     unable = {
@@ -76,6 +77,19 @@ def images(config: Sections) -> Iterator[str]:
             "optimizer.kind=muon updates matrices of the language model, but model.vision.freeze_tower=false or "
             "freeze_projector=false trains the tower; set both to true, or use optimizer.kind=adamw"
         )
+
+
+def _learning_rates(config: Sections) -> Iterator[str]:
+    """Checks that each part with a learning rate of its own is trained."""
+    vision = config.model.vision
+    for key, rate in config.optimizer.lr_of_parts.items():
+        name = f"freeze_{key.removesuffix('_lr')}"
+        if vision is None:
+            yield f"optimizer.{key}={rate} is for a model with model.vision, which is not set; set it, or remove {key}"
+        elif getattr(vision, name):
+            yield (
+                f"optimizer.{key}={rate} has no effect with model.vision.{name}=true; set {name}=false, or remove {key}"
+            )
 
 
 def _frozen_language_model(vision: VisionSection, config: Sections) -> Iterator[str]:

@@ -56,6 +56,8 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
     facts["parameters"] = f"{num_parameters:,} ({padded:,} with the vocabulary padded)"
     if model.experts is not None:
         facts["parameters"] += f", {arch.num_active_parameters(model):,} for each token"
+    if rates := config.optimizer.lr_of_parts:
+        facts["learning rates"] = f"lr={config.optimizer.lr:g}, " + ", ".join(f"{k}={v:g}" for k, v in rates.items())
     if config.adapter is None and model.vision is not None:
         facts["parameters"] += f"; {arch.num_trained_parameters(model):,} of them are trained"
     if config.adapter is not None:

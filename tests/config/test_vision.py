@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from mtrain.plan.summary import plan_lines
 from tests.config.samples import config
 from tests.config.test_rules import messages
 from tests.messages import check_message
@@ -47,6 +48,9 @@ UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model__experts": BALANCED, "loss__allow_layout_dependent": True},
         ALONE | {"freeze_projector": False},
     ),
+    "optimizer.tower_lr=0.001 has no effect": ({"optimizer__tower_lr": 1e-3}, {"freeze_projector": False}),
+    "optimizer.projector_lr=0.001 has no effect": ({"optimizer__projector_lr": 1e-3}, TRAINED),
+    "tower_lr=1e+38 gives factors": ({"optimizer__tower_lr": 1e38}, TRAINED),
     "train.recompute=full": ({"train__recompute": "full"}, {"deepstack": (0, 1)}),
     "the first pipeline stage has 1": ({"layout__pp": 8}, {"deepstack": (0, 1)}),
     "deepstack=[1, 0]": ({}, {"deepstack": (1, 0)}),
@@ -61,6 +65,19 @@ def test_a_tower_needs_nothing_else() -> None:
     assert config(model__vision=VISION, optimizer__kind="muon").model.vision is not None
     assert config(model__vision=VISION | ALONE, adapter=LORA).model.has_frozen_language_model
     assert config(model__vision=VISION | ALONE | TRAINED).model.has_frozen_language_model
+
+
+def test_a_rate_of_a_tower_needs_a_tower(tmp_path: Any) -> None:
+    (found,) = messages(tmp_path, optimizer__tower_lr=1e-3)
+    check_message(found)
+    assert "optimizer.tower_lr=0.001 is for a model with model.vision" in found
+
+
+def test_the_plan_names_each_learning_rate() -> None:
+    rates = {"optimizer__tower_lr": 1e-5, "optimizer__projector_lr": 2e-4}
+    own = config(model__vision=VISION | TRAINED | {"freeze_projector": False}, **rates)
+    (line,) = [line for line in plan_lines(own, 1) if line.startswith("learning rates")]
+    assert line.split(None, 2)[2] == "lr=0.001, tower_lr=1e-05, projector_lr=0.0002"
 
 
 @pytest.mark.parametrize("name", UNABLE)

@@ -274,11 +274,7 @@ def exact(kind: Kind, config: Config, batches: Sequence[GlobalBatch]) -> Exact:
         parameter.requires_grad_(not is_frozen)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     section = config.optimizer
-    groups = [
-        {"params": [each for each in trained.values() if each.ndim > 1], "weight_decay": section.weight_decay},
-        {"params": [each for each in trained.values() if each.ndim == 1], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, betas=(section.beta1, section.beta2), eps=section.epsilon)
+    adam = torch.optim.AdamW(_groups(trained, section), betas=(section.beta1, section.beta2), eps=section.epsilon)
     losses, norms, gradients = [], [], []
     for step, batch in enumerate(batches):
         adam.zero_grad()
@@ -294,7 +290,7 @@ def exact(kind: Kind, config: Config, batches: Sequence[GlobalBatch]) -> Exact:
         )
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), section.clip_grad)))
         for group in adam.param_groups:
-            group["lr"] = learning_rate(step, section, config.train.num_steps)
+            group["lr"] = learning_rate(step, section, config.train.num_steps) * group["share"]
         adam.step()
     learning = {f"vision.{name.removeprefix('model.visual.')}" for name in trained}
     found = [
@@ -306,6 +302,18 @@ def exact(kind: Kind, config: Config, batches: Sequence[GlobalBatch]) -> Exact:
         for each in gradients
     ]
     return Exact(losses, norms, found, _ours(dict(model.named_parameters()), kind))
+
+
+def _groups(trained: dict[str, Any], section: Any) -> list[dict[str, Any]]:
+    """Returns a group for each parameter, with its weight decay and its share of the language model's rate."""
+    groups = []
+    for name, each in trained.items():
+        own = None
+        if "visual." in name:
+            own = section.projector_lr if "merger" in name else section.tower_lr
+        decay = section.weight_decay if each.ndim > 1 else 0.0
+        groups.append({"params": [each], "weight_decay": decay, "share": 1.0 if own is None else own / section.lr})
+    return groups
 
 
 def _differentiated(model: Any, batch: GlobalBatch) -> float:

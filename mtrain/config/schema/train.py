@@ -180,6 +180,11 @@ class OptimizerSection(Section):
     """Largest learning rate, at the end of the warm-up."""
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the decay."""
+    tower_lr: float | None = Field(None, gt=0)
+    """Largest learning rate of the vision tower (vit_lr). Warm-up and decay scale it like lr: tower_lr / lr is the same
+    at every step. null: lr."""
+    projector_lr: float | None = Field(None, gt=0)
+    """Largest learning rate of the projector (aligner_lr), scaled like tower_lr. null: lr."""
     weight_decay: float = Field(0.1, ge=0)
     """Coefficient of the decoupled weight decay."""
     decay_norms_and_biases: bool = False
@@ -215,6 +220,12 @@ class OptimizerSection(Section):
             case _:
                 assert_never(self.schedule)
 
+    @property
+    def lr_of_parts(self) -> dict[str, float]:
+        """Learning rates of parts that have one of their own, by key."""
+        rates = {"tower_lr": self.tower_lr, "projector_lr": self.projector_lr}
+        return {key: rate for key, rate in rates.items() if rate is not None}
+
     def broken_rules(self) -> Iterator[str]:
         if self.min_lr > self.lr:
             yield f"min_lr={self.min_lr} must not be above lr={self.lr}; lower it"
@@ -242,13 +253,14 @@ class AdamWConstants(OptimizerSection):
 
     def broken_rules(self) -> Iterator[str]:
         yield from super().broken_rules()
-        # AdamW passes both to torch as float32; the first step divides by 1 - beta1
-        if max(self.lr / (1 - self.beta1), self.lr * self.weight_decay) > bounds.FLOAT32_LARGEST:
-            yield (
-                f"lr={self.lr} gives factors lr / (1 - beta1) and lr x weight_decay beyond float32 "
-                f"({bounds.FLOAT32_LARGEST:.3g}), with beta1={self.beta1} and weight_decay={self.weight_decay}; lower "
-                "it"
-            )
+        for key, rate in {"lr": self.lr, **self.lr_of_parts}.items():
+            # AdamW passes both to torch as float32; the first step divides by 1 - beta1
+            if max(rate / (1 - self.beta1), rate * self.weight_decay) > bounds.FLOAT32_LARGEST:
+                yield (
+                    f"{key}={rate} gives factors {key} / (1 - beta1) and {key} x weight_decay beyond float32 "
+                    f"({bounds.FLOAT32_LARGEST:.3g}), with beta1={self.beta1} and weight_decay={self.weight_decay}; "
+                    "lower it"
+                )
 
 
 class AdamWSection(AdamWConstants):

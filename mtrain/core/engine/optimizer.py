@@ -167,7 +167,7 @@ class Optimizer:
         """
         for group in self.inner.param_groups:
             beta1, beta2 = group["betas"]
-            AdamOptions(beta1, beta2, group["eps"], self._weight_decay).check_rate(lr)
+            AdamOptions(beta1, beta2, group["eps"], self._weight_decay).check_rate(lr * group.get("lr_mult", 1.0))
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Multiplies the loss by the fp16 loss scale; 1 in other precisions."""

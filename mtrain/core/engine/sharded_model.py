@@ -18,6 +18,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
@@ -148,12 +149,10 @@ class DataParallel:
 
     def optimizer(self) -> MegatronOptimizer:
         translated = optimizer_config(self._config.optimizer, self._config.train, self._settings)
-        # Empty and not None, for which megatron-core would take its standard overrides: no decay of vectors and biases.
-        overrides = {} if self._config.optimizer.decay_norms_and_biases else get_standard_config_overrides(translated)
         return get_megatron_optimizer(
             translated,
             self._chunks,
-            config_overrides=overrides,
+            config_overrides=config_overrides(self._config.optimizer, translated),
             # these groups would serve checkpoints in megatron-core's own forms, which are not used
             use_gloo_process_groups=False,
             pg_collection=self._groups.collection,
@@ -269,6 +268,14 @@ def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
         use_distributed_optimizer=train.distributed_optimizer and (has_replicas or train.overlap_param_gather),
         average_in_collective=False,  # a mean over ranks would divide before the one division
     )
+
+
+def config_overrides(section: AdamWSection | MuonSection, translated: OptimizerConfig) -> dict[ParamKey, Any]:
+    """Returns the options of parameters that differ from those of the others, as factors."""
+    # Empty and not None, for which megatron-core would take its standard overrides: no decay of vectors and biases.
+    overrides = {} if section.decay_norms_and_biases else get_standard_config_overrides(translated)
+    # the vision tower marks its parameters by the names of these keys
+    return overrides | {ParamKey(attr=key): {"lr_mult": lr / section.lr} for key, lr in section.lr_of_parts.items()}
 
 
 def optimizer_config(

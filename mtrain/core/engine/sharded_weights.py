@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
-from mtrain.core.engine.sharded_model import FlatSlice, optimizer_config
+from mtrain.core.engine.sharded_model import FlatSlice, config_overrides, optimizer_config
 from mtrain.core.layers.divided_weights import Divided, divide_weights, free_gathered
 from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.sharded_parameters import gathered_rows
@@ -55,11 +55,10 @@ class ShardedWeights:
         # shards are float32 in every precision, so the optimizer needs no copies; that of fp16 scales the loss
         train = self._train.model_copy(update={} if self._train.precision == "fp16" else {"precision": "fp32"})
         translated = optimizer_config(self._section, train, _Facade.ddp_config)
-        overrides = {} if self._section.decay_norms_and_biases else get_standard_config_overrides(translated)
         inner = get_megatron_optimizer(
             translated,
             self._facades,
-            config_overrides=overrides,
+            config_overrides=config_overrides(self._section, translated),
             use_gloo_process_groups=False,
             pg_collection=self._groups.collection,
         )

@@ -36,8 +36,10 @@ class VisionTower(MegatronModule):
         self.tower = built_tower(section, hidden_size)
         self.to(config.params_dtype)
         for name, parameter in self.tower.named_parameters():
-            is_frozen = section.freeze_projector if name.startswith(PROJECTOR) else section.freeze_tower
-            parameter.requires_grad_(not is_frozen)
+            is_projector = name.startswith(PROJECTOR)
+            parameter.requires_grad_(not (section.freeze_projector if is_projector else section.freeze_tower))
+            # marked by the key of its learning rate
+            setattr(parameter, "projector_lr" if is_projector else "tower_lr", True)
             # each rank of TP then encodes other images, so finalize_model_grads must sum the gradients
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -84,7 +84,8 @@ def _rotations(rope: RopeSection, size: int) -> dict[str, Any]:
 def optimizer_keys(optimizer: AnyOptimizer) -> dict[str, Any]:
     """Returns the `optimizer.*` keys that change; the schedule keeps its form."""
     factor = max(1.0, _RATE / optimizer.lr)
-    return {"lr": optimizer.lr * factor, "min_lr": optimizer.min_lr * factor}
+    rates = {"lr": optimizer.lr, "min_lr": optimizer.min_lr, **optimizer.lr_of_parts}
+    return {key: rate * factor for key, rate in rates.items()}
 
 
 def loss_keys(loss: LossSection) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWConstants, AdamWSection, MuonSection
 from mtrain.verify.reference.model.attention import kinds_of
 from mtrain.verify.reference.model.experts import GATE
+from mtrain.verify.reference.model.images import PROJECTOR, TOWER
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -79,6 +80,7 @@ class AdamW:
     def _step(
         self, name: str, value: NDArray[Any], gradient: NDArray[Any], lr: float
     ) -> tuple[NDArray[Any], NDArray[Any]]:
+        lr *= self._share(name)
         beta1, beta2, step = self._section.beta1, self._section.beta2, self._num_updates
         self._first[name] = beta1 * self._first.get(name, 0.0) + (1 - beta1) * gradient
         self._magnitude[name] = beta1 * self._magnitude.get(name, 0.0) + (1 - beta1) * np.abs(gradient)
@@ -88,6 +90,13 @@ class AdamW:
         decay = self._section.weight_decay if decays else 0.0
         new = value - lr * (self._first[name] / (1 - beta1**step) / divisor + decay * value)
         return new, np.abs(value) + lr * self._magnitude[name] / (1 - beta1**step) / divisor
+
+    def _share(self, name: str) -> float:
+        """Returns the learning rate of a tensor, as a share of that of the language model."""
+        own = None
+        if name.startswith(TOWER):
+            own = self._section.projector_lr if name.startswith(PROJECTOR) else self._section.tower_lr
+        return 1.0 if own is None else own / self._section.lr
 
 
 def clipping_factor(clip_grad: float, grad_norm: float) -> float:

@@ -199,6 +199,26 @@ def test_adapters_on_a_frozen_tower_learn_from_images(pool: Pool) -> None:
     ) <= (TOLERANCE)
 
 
+RATES: dict[str, Any] = {"optimizer__tower_lr": 4e-3, "optimizer__projector_lr": 1e-4}
+RATES_CASES: list[tuple[Case, dict[str, Any]]] = [
+    (case(4, num_layers=2), {}),
+    (case(4, num_layers=2, tp=2, sp=True, dp=2), {}),
+    (case(4, num_layers=2, pp=2, dp=2), {"train__offload_optimizer": True, "train__overlap_grad_reduce": True}),
+]
+
+
+@pytest.mark.parametrize(("each", "changes"), RATES_CASES, ids=[str(each) for each, _ in RATES_CASES])
+def test_each_part_has_its_own_learning_rate(pool: Pool, each: Case, changes: dict[str, Any]) -> None:
+    config = config_of(each, "dense", TRAINED, **RATES | changes)
+    outcome = agreed(pool.run(train, each.resolved(config), config, initial("dense"), steps()))
+    measured(outcome, reference_with_rates(), config).assert_below()
+
+
+@cache
+def reference_with_rates() -> Exact:
+    return exact("dense", config_of(case(num_layers=2), "dense", TRAINED, **RATES), steps())
+
+
 def test_text_alone_computes_the_same_bits_as_without_a_tower(pool: Pool) -> None:
     text = [[replace(sample, images=None) for sample in drawn([[]] * 16, 3, LENGTHS)]]
     each = case(4, num_layers=2, tp=2, sp=True)
