@@ -295,15 +295,16 @@ class HardBatch:
         return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, extras, experts, pictures)
 
     def _pictures(self, slot: int, edges: Sequence[int]) -> Iterator[Picture]:
-        """Draws images into the documents between these edges: none in some samples, two in some documents; in a batch
-        whose loss tokens are in two samples, only one sample has images."""
-        vision = self.config.model.vision
-        if vision is None or (slot != 1 if self.kind == 2 else slot % _NO_IMAGE_EVERY == 2):
+        """Draws images into the documents between these edges: none in some samples, one or two in documents of others;
+        in a batch whose loss tokens are in two samples, only the one that ends with them has images."""
+        vision, last = self.config.model.vision, self.config.train.global_batch_size // 2
+        if vision is None or (slot != last if self.kind == 2 else slot % _NO_IMAGE_EVERY == 2):
             return
         rng = np.random.default_rng([self.config.train.seed, self.kind, slot, 2])
         for begin, end in itertools.pairwise(edges):
             start = begin + int(rng.integers(0, _MOST_BEFORE_IMAGE))
-            for _ in range(2):
+            # a lone one, so that even two ranks that share the images of a microbatch are not both given one
+            for _ in range(1 if slot % _NO_IMAGE_EVERY == 1 else 2):
                 rows, columns = rng.integers(1, 4, 2)
                 if start + rows * columns >= end:
                     break

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch
+from mtrain.core.batch.images import MicrobatchImages
 from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals, StepSums
 from mtrain.core.engine.schedule import LossOfLogits, run_schedule
@@ -99,6 +100,26 @@ def _one_row_one_document(batches: Sequence[Microbatch], groups: Groups) -> list
     ]
 
 
+def _with_images(
+    change: Callable[[MicrobatchImages], Mapping[str, Tensor]],
+) -> Callable[[Sequence[Microbatch], Groups], list[Microbatch]]:
+    """Returns a function of the step that changes the images of every microbatch."""
+
+    def changed(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
+        cuts = slice_for_rank(batches, groups)
+        return [
+            cut if cut.images is None else replace(cut, images=replace(cut.images, **change(cut.images)))
+            for cut in cuts
+        ]
+
+    return changed
+
+
+def _of_the_next_image(images: MicrobatchImages) -> dict[str, Tensor]:
+    """Takes the patches of the next image, as if images were in another order than their tokens."""
+    return {"pixels": images.pixels.roll(-int(images.grids[0].prod()), 0)}
+
+
 PLANTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "microbatch-means": ("run_schedule", _microbatch_means),
     "tp-counts-again": ("finalize_gradients", _tp_counts_again),
@@ -107,6 +128,11 @@ PLANTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "sharded-gradients-averaged": ("finalize_gradients", _averaged_over_shards),
     "positions-not-zigzag": ("slice_for_rank", _consecutive_positions),
     "document-boundary-crossed": ("slice_for_rank", _one_row_one_document),
+    "images-misplaced": ("slice_for_rank", _with_images(_of_the_next_image)),
+    "image-positions-on-one-axis": (
+        "slice_for_rank",
+        _with_images(lambda images: {"axes": images.axes[..., :1].expand_as(images.axes)}),
+    ),
 }
 """Name of the replaced function of the step, and its replacement, by fault."""
 

@@ -26,6 +26,10 @@ class Fault:
     condition_text: str = ""
 
 
+_READS_IMAGES: tuple[Callable[[Config], bool], str] = (
+    lambda config: config.model.vision is not None,
+    "model.vision",
+)
 FAULTS = (
     Fault("microbatch-means", "averages the means of the microbatches", "microbatches"),
     Fault("tp-counts-again", "adds up the denominator once for each tensor-parallel rank", "tp"),
@@ -46,6 +50,8 @@ FAULTS = (
         lambda config: config.data.isolate_documents,
         "data.isolate_documents=true or data.packing",
     ),
+    Fault("images-misplaced", "puts the features of an image at the tokens of the one before", None, *_READS_IMAGES),
+    Fault("image-positions-on-one-axis", "counts rows and columns of images like time", None, *_READS_IMAGES),
 )
 """Faults of `verify parity` and `verify hf`, one for each axis."""
 RESUME_FAULTS = (Fault("moments-not-restored", "begins with moments of 0"),)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from mtrain.config import Config
 from mtrain.verify.core.ranks import Pool
-from mtrain.verify.core.worker import run_layout
 from tests.config.samples import config
 from tests.config.test_vision import VISION
-from tests.parity.image_ranks import LayoutWithFault
+from tests.fault_table import Notice
 from tests.verify.parity.checks import check
 
 NET = {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8, "full_attention_every": 2}
@@ -44,23 +42,41 @@ def test_images_are_exact(pool: Pool, vision: dict[str, Any], changes: dict[str,
     assert "random images" in report.data
 
 
-class FaultyPool:
-    """Pool whose ranks run layouts with a planted fault."""
+SHARED, DATA, ALONE = "cp2mbs8", "dp2mbs4", "mbs4"
+DEEP = {"deepstack": (0, 1)}
+EXPECTED: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "images-misplaced": (TRAINED, ALONE, "every layout", "loss"),
+    "image-positions-on-one-axis": (TRAINED, ALONE, "every layout", "loss"),
+    "features-of-the-next-place": (TRAINED, ALONE, "every layout", "loss"),
+    "positions-by-time-alone": (TRAINED, ALONE, "every layout", "loss"),
+    "tower-gradient-mean-over-sharing": (TRAINED, SHARED, "cp", "gradient"),
+    "tower-gradient-of-one-rank": (TRAINED, "tp2mbs8,tp2spmbs8", "sp", "gradient"),
+    "tower-gradient-mean-over-dp": (TRAINED, DATA, "dp", "gradient"),
+    "ranks-without-images-dilute": (TRAINED, "mbs1,cp2mbs1", "cp", "gradient"),
+    "places-counted-in-slices": (TRAINED, SHARED, "cp", "loss"),
+    "images-cut-at-cp-border": (TRAINED, SHARED, "cp", "loss"),
+    "deeper-features-dropped": (TRAINED | DEEP, ALONE, "every layout", "loss"),
+    "frozen-weights-decayed": ({"freeze_projector": False}, ALONE, "every layout", "update"),
+}
+"""Fault -> keys of model.vision, layouts, the axis and the kind of quantity that reveal it."""
 
-    def __init__(self, pool: Any, fault: str) -> None:
-        self._pool, self._fault, self.device = pool, fault, pool.device
 
-    def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
-        """Runs a function like the pool of the suite."""
-        own = LayoutWithFault(self._fault) if function is run_layout else function
-        found: list[Any] = self._pool.run(own, *arguments, **options)
-        return found
-
-
-@pytest.mark.parametrize("fault", ["positions of one axis", "one rank's features"])
-def test_a_planted_fault_is_found(pool: Pool, fault: str) -> None:
-    report = check(FaultyPool(pool, fault), with_images(TRAINED), "tp2spcp2mbs2", num_steps=1)  # type: ignore[arg-type]
-    assert not report.passed
+@pytest.mark.fault(
+    "numbers",
+    "a changed trainer misplaces images, drops axes, deeper features or a rank's part, or averages over ranks",
+    happens="`mtrain verify parity` names the axis and the first quantity that deviates, for each of twelve faults",
+    exit_code=1,
+)
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_every_fault_of_images_is_found(pool: Pool, fault: str, notice: Notice) -> None:
+    vision, layouts, axis, kind = EXPECTED[fault]
+    with notice:
+        report = check(pool, with_images(vision), layouts, fault, num_steps=1)
+    assert notice.exit_code == int(not report.passed)
+    assert [layout.error for layout in report.layouts if layout.error] == []
+    assert report.diagnosis is not None
+    assert (report.diagnosis.axis, report.diagnosis.kind) == (axis, kind)
+    assert report.layouts[0].passed == (axis != "every layout")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from mtrain.core.ranks.broadcast import slice_for_rank
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.loss import OutputLoss
 from mtrain.verify.planted.faults import ALONE
+from tests.verify.planted.image_faults import IMAGE_PLANTS
 from tests.verify.planted.plants import Plant, become, configured, in_step, in_worker, modules, replacing
 from tests.verify.planted.shared_faults import SHARED_PLANTS
 
@@ -401,5 +402,6 @@ PLANTS: dict[str, Plant] = {
     "matrices-by-tp-rank": replacing(optimizer, "Muon", _MuonByTpRank),
     "matrices-fused": replacing(optimizer, "Muon", _FusedMuon),
     **ADAPTER_PLANTS,
+    **IMAGE_PLANTS,
     **SHARED_PLANTS,
 }

@@ -12,10 +12,11 @@ from mtrain.verify.planted import faults
 from mtrain.verify.planted.inject import BACKEND_FAULTS, FAULTS, PREEMPT_FAULTS, RESUME_FAULTS, TESTS, Fault, chosen
 from tests.messages import refuses
 from tests.paths import ROOT
-from tests.verify.parity import test_adapters
+from tests.verify.parity import test_adapters, test_images
 from tests.verify.parity.checks import check, expert_config, rich_config
 from tests.verify.planted import test_shared_faults
 from tests.verify.planted.faults import ADAPTER_PLANTS, PLANTS
+from tests.verify.planted.image_faults import IMAGE_PLANTS
 from tests.verify.planted.shared_faults import SHARED_PLANTS
 
 FINAL_NORM = "decoder.final_layernorm.weight"
@@ -147,17 +148,21 @@ def test_every_fault_has_a_plant_and_a_test() -> None:
     """What `--inject` says of a fault that is a test is true."""
     shipped = {fault.name for fault in FAULTS}
     assert shipped == faults.PLANTS.keys()
-    of_layouts = PLANTS.keys() - ADAPTER_PLANTS.keys() - SHARED_PLANTS.keys()
-    assert of_layouts | shipped == EXPECTED.keys()
+    of_layouts = PLANTS.keys() - ADAPTER_PLANTS.keys() - IMAGE_PLANTS.keys() - SHARED_PLANTS.keys()
+    assert of_layouts | (shipped - test_images.EXPECTED.keys()) == EXPECTED.keys()
     assert not of_layouts & shipped
+    axes = {name: axis for name, (_, axis, *_) in EXPECTED.items()}
+    axes |= {name: axis for name, (_, _, axis, _) in test_images.EXPECTED.items()}
     by_day = {EXPECTED[name][1:] for name in EXPECTED if name not in BY_NIGHT}
     assert {EXPECTED[name][1:] for name in BY_NIGHT} <= by_day
     for fault in FAULTS:
-        assert EXPECTED[fault.name][1] == (fault.axis or "every layout")
+        assert axes[fault.name] == (fault.axis or "every layout")
     named = {test: set(names.split()) for test, names in TESTS.items()}
     assert named["planted/test_inject.py::test_every_fault_is_found_and_named"] == of_layouts
     assert named["planted/test_shared_faults.py::test_what_every_layout_shares_is_found"] == {*test_shared_faults.CASES}
     assert named["parity/test_adapters.py::test_every_fault_of_adapters_is_found"] == {*test_adapters.EXPECTED}
+    assert named["parity/test_images.py::test_every_fault_of_images_is_found"] == {*IMAGE_PLANTS}
+    assert IMAGE_PLANTS.keys() <= test_images.EXPECTED.keys()
 
 
 @pytest.mark.parametrize("test", TESTS)
@@ -190,6 +195,7 @@ def test_a_fault_that_is_a_test_is_named_in_one_sentence(faults: tuple[Fault, ..
         ("positions-not-zigzag", {}, ["tp", "microbatches"], "cp"),
         ("tied-gradient-missed", {"model__tied_embeddings": False}, ["pp"], "model.tied_embeddings=true"),
         ("document-boundary-crossed", {"data__isolate_documents": False}, [], "data.isolate_documents=true"),
+        ("images-misplaced", {}, [], "model.vision"),
     ],
 )
 def test_a_fault_that_cannot_show_is_refused(name: str, changes: dict[str, object], axes: list[str], fact: str) -> None:

@@ -1,0 +1,99 @@
+"""Known faults of images, as replacements of named functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from mtrain.core.engine.finalize import finalize_gradients
+from mtrain.core.engine.loss_reduction import GlobalTotals, StepSums
+from mtrain.core.engine.sharded_model import ShardedModel
+from mtrain.core.layers import vision
+from mtrain.core.layers.attention.rotary import Rotary, ThreeAxesRotary
+from mtrain.core.layers.vision import VisionTower
+from mtrain.core.ranks.groups import Groups
+from tests.verify.planted.plants import Plant, in_step, replacing
+
+_features, _forward, _gather = VisionTower._features, VisionTower.forward, gather_from_sequence_parallel_region
+
+
+def _of_the_next_place(self: Any, images: Any) -> Tensor:
+    return _features(self, images).roll(1, 0)
+
+
+def _by_time(self: Any, positions: Tensor) -> Any:
+    return Rotary.forward(self, positions if positions.dim() == 2 else positions[..., 0])
+
+
+def _mean_over_sharing(padded: Tensor, group: Any) -> Tensor:
+    """Gathers, and in the backward pass takes the mean over the ranks that share the work."""
+    found: Tensor = _gather(padded, group=group)
+    if found.requires_grad:
+        found.register_hook(lambda gradient: gradient / group.size())
+    return found
+
+
+def _diluted(self: Any, images: Any) -> Tensor:
+    """Takes the mean over the ranks that share the work, if one of them has no image to encode."""
+    found = _features(self, images)
+    if self._sharing.size() > len(images.grids) and found.requires_grad:
+        found.register_hook(lambda gradient: gradient / self._sharing.size())
+    return found
+
+
+def _of_own_part(padded: Tensor, group: Any) -> Tensor:
+    """Gathers, and in the backward pass takes this rank's part of its own gradient."""
+    found = _gather(padded.detach(), group=group)
+    own = torch.arange(len(found)).div(len(padded), rounding_mode="floor") == group.rank()
+    return torch.where(own[:, None], padded.repeat(group.size(), 1), found)
+
+
+def _mean_over_dp(sharded: ShardedModel, sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
+    totals = finalize_gradients(sharded, sums, groups, *others)
+    for chunk in sharded.chunks:
+        for name, parameter in chunk.named_parameters():
+            if "vision." in name and parameter.requires_grad:
+                gradient: Any = parameter.main_grad  # type: ignore[attr-defined]
+                gradient.div_(groups.layout.dp)
+    return totals
+
+
+def _counted_in_slices(self: Any, embedded: Tensor, images: Any, places: Tensor | None) -> Any:
+    if places is not None:
+        marked = places >= 0
+        places = torch.where(marked, marked.flatten().cumsum(0).view_as(places) - 1, -1)
+    return _forward(self, embedded, images, places)
+
+
+def _cut_at_borders(self: Any, embedded: Tensor, images: Any, places: Tensor | None) -> Any:
+    """Drops the part of an image whose beginning is on another rank."""
+    if places is not None:
+        counts = images.grids.prod(1) // self._per_feature
+        starts = counts.cumsum(0) - counts
+        image = torch.bucketize(places.cpu(), starts, right=True) - 1
+        is_begun = torch.isin(starts, places.cpu())
+        places = torch.where((places >= 0) & is_begun[image.clamp(min=0)].to(places.device), places, -1)
+    return _forward(self, embedded, images, places)
+
+
+def _without_deeper(self: Any, embedded: Tensor, images: Any, places: Tensor | None) -> Any:
+    rows, deep = _forward(self, embedded, images, places)
+    return rows, [torch.zeros_like(each) for each in deep]
+
+
+IMAGE_PLANTS: dict[str, Plant] = {
+    "features-of-the-next-place": replacing(VisionTower, "_features", _of_the_next_place),
+    "positions-by-time-alone": replacing(ThreeAxesRotary, "forward", _by_time),
+    "tower-gradient-mean-over-sharing": replacing(vision, "gather_from_sequence_parallel_region", _mean_over_sharing),
+    "tower-gradient-mean-over-dp": in_step("finalize_gradients", _mean_over_dp),
+    "tower-gradient-of-one-rank": replacing(vision, "gather_from_sequence_parallel_region", _of_own_part),
+    "ranks-without-images-dilute": replacing(VisionTower, "_features", _diluted),
+    "places-counted-in-slices": replacing(VisionTower, "forward", _counted_in_slices),
+    "images-cut-at-cp-border": replacing(VisionTower, "forward", _cut_at_borders),
+    "deeper-features-dropped": replacing(VisionTower, "forward", _without_deeper),
+}
+NO_ZEROS = replacing(VisionTower, "_connected", lambda self, values: values)
+"""Ranks without images give the tower no gradient, and others wait for it."""
