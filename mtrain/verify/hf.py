@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,19 +22,29 @@ from mtrain.config import Config
 from mtrain.config.schema.loss import MAIN_TERM, LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection
+from mtrain.config.schema.vision import VisionSection
 from mtrain.core.engine.rank_model import build_rank_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
 from mtrain.data.loader import StepLoader
 from mtrain.hf.io.source import FolderTensors, source_for
-from mtrain.hf.io.training import StepInput, TrainingRows, open_trainable, transformers_steps
+from mtrain.hf.io.training import (
+    StepInput,
+    TrainingRows,
+    freeze,
+    image_inputs,
+    open_trainable,
+    transformers_steps,
+)
+from mtrain.hf.schema.files import CONFIG_NAME, read_json
+from mtrain.hf.schema.registry import family_of
 from mtrain.hf.tokenizer.tokenizer import added_by
 from mtrain.training.build import opened_loader
 from mtrain.verify.core.compare import relative
 from mtrain.verify.core.layouts import Prepared, Trial, layout_of_config, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, attempted
 from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, diagnosed, summary
-from mtrain.verify.core.samples import SamplePlan
+from mtrain.verify.core.samples import of_user
 from mtrain.verify.core.shrink import in_float32, refuse_incomparable, replay_notes
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import Sizes, denominator_tolerance
@@ -42,8 +53,9 @@ from mtrain.verify.parity import Progress, Request, device_for, refuse_without_r
 from mtrain.verify.planted.faults import planted
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.reference.aggregation import divisor, token_weights
+from mtrain.verify.reference.model.images import num_features
 from mtrain.verify.reference.schedule import published_rate
-from mtrain.verify.reference.text import Rows, rows_of
+from mtrain.verify.reference.text import Picture, Rows, rows_of
 
 PRELOADED = ("mtrain.verify.hf", "mtrain.verify.planted.faults")
 TIMEOUT_S = 6 * 3600
@@ -75,7 +87,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
         **request.origin(device),
         config=exact.model_dump(mode="json"),
         changes=(*changes, *note),
-        data="the first batches of the run's own data" if exact.data.kind != "mock" else "random tokens",
+        data=_data(exact, inputs),
         num_steps=request.num_steps,
         tolerances=tolerances,
         tensors=(),
@@ -133,7 +145,7 @@ class _StepInputs:
 
 
 def _inputs(config: Config, num_steps: int) -> list[_StepInputs]:
-    texts = texts_of(config, SamplePlan(num_steps, 0, config.model.vocab_size))
+    texts = texts_of(config, of_user(num_steps, config.model))
     if texts.order_faults:
         raise DataError(f"the order of samples is wrong: {texts.order_faults[0]}; report this")
     inputs = []
@@ -142,16 +154,40 @@ def _inputs(config: Config, num_steps: int) -> list[_StepInputs]:
         weights = token_weights(rows.weights, rows.sample_weights, config.loss)
         shares = divisor(rows.weights, rows.sample_weights, config.loss)
         lr = published_rate(number, config.optimizer, config.train.num_steps)
-        inputs.append(_StepInputs(StepInput(list(_documents(rows, weights)), shares.value, lr), shares.is_exact))
+        documents = list(_documents(rows, weights, config.model.vision))
+        inputs.append(_StepInputs(StepInput(documents, shares.value, lr), shares.is_exact))
     return inputs
 
 
-def _documents(rows: Rows, weights: Tensor) -> Iterator[TrainingRows]:
+def _data(config: Config, inputs: Sequence[_StepInputs]) -> str:
+    """Describes the samples, and whether the tower was compared: its features depend on images alone."""
+    data = "the first batches of the run's own data" if config.data.kind != "mock" else "random tokens"
+    if config.model.vision is None:
+        return data
+    with_images = sum(bool(rows.images) for each in inputs for rows in each.step.rows)
+    return f"{data}, {with_images or 'none'} of {sum(len(each.step.rows) for each in inputs)} samples with images"
+
+
+def _documents(rows: Rows, weights: Tensor, vision: VisionSection | None) -> Iterator[TrainingRows]:
     """Yields each document as its own row, without padding."""
     for row, documents in enumerate(rows.documents):
+        pictures = rows.pictures[row] if rows.pictures else ()
         for number in range(int(documents.max()) + 1):
             is_document = documents == number
-            yield TrainingRows(*(field[row, is_document].unsqueeze(0) for field in (rows.tokens, rows.labels, weights)))
+            own = [picture for picture in pictures if is_document[picture.start]]
+            tokens, labels, of_row = (field[row, is_document][None] for field in (rows.tokens, rows.labels, weights))
+            yield TrainingRows(tokens, labels, of_row, _images(own, is_document, vision))
+
+
+def _images(pictures: Sequence[Picture], is_document: Tensor, vision: VisionSection | None) -> dict[str, Tensor]:
+    if not pictures or vision is None:
+        return {}
+    is_image = torch.zeros_like(is_document)
+    for picture in pictures:
+        is_image[picture.start : picture.start + num_features(picture, vision)] = True
+    pixels = torch.from_numpy(np.concatenate([picture.pixels for picture in pictures]))
+    grids = torch.tensor([[1, picture.rows, picture.columns] for picture in pictures])
+    return image_inputs(is_image[is_document].unsqueeze(0), pixels, grids)
 
 
 def _reference(
@@ -164,6 +200,10 @@ def _reference(
     values = []
     steps = [step_inputs.step for step_inputs in inputs]
     model, padding_row = open_trainable(Path(config.model.hf), added_by(config.model), _dtypes(config.model))
+    if config.model.vision is not None:
+        tower = family_of(read_json(Path(config.model.hf) / CONFIG_NAME)).tower
+        assert tower is not None and tower.trained is not None, "model.vision is read from the folder"  # noqa: PT018
+        freeze(model, config.model.vision, tower.trained.prefix)
     for number, outcome in enumerate(transformers_steps(model, config.optimizer, steps)):
         denominator = steps[number].denominator
         mean = outcome.numerator / denominator if denominator else 0.0

@@ -20,7 +20,7 @@ from mtrain.verify.core.exact import ExactJob, ExactRun, exact_run, exact_steps,
 from mtrain.verify.core.layouts import DerivedTrials, Prepared, Trial, fitting, parse_trials
 from mtrain.verify.core.ranks import Pool, all_results, attempted, environment_of
 from mtrain.verify.core.result import LayoutResult, ParityReport, diagnosed, with_advice
-from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
+from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, of_user, with_loss_tokens
 from mtrain.verify.core.shrink import BATCH_SIZE, Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import needs_float64, tolerances
@@ -67,7 +67,8 @@ def verify_parity(
     has_images = config.model.vision is not None
     plan = SamplePlan(0, request.num_steps, choices=config.data.choices, has_images=has_images)
     if shrunk.reads_files:
-        plan = SamplePlan(request.num_steps, NUM_HARD_KINDS, config.model.vocab_size, config.data.choices)
+        own = of_user(request.num_steps, config.model)
+        plan = replace(own, hard_steps=NUM_HARD_KINDS, choices=config.data.choices)
     pool = pool or Pool(device, PRELOADED, is_deterministic=config.train.deterministic)
     check = _Check(trials, plan, request.fault, pool)
     layouts = check.run(progress)

@@ -119,19 +119,20 @@ def deepstack_experts_config() -> Any:
 
 Kind = Literal["dense", "experts", "deepstack", "deepstack experts"]
 """Qwen3.5, Qwen3.5 with experts, Qwen3-VL, Qwen3-VL with experts."""
-_KINDS: dict[Kind, tuple[Any, Any]] = {
+KINDS: dict[Kind, tuple[Any, Any]] = {
     "dense": (transformers.Qwen3_5ForConditionalGeneration, dense_config),
     "experts": (transformers.Qwen3_5MoeForConditionalGeneration, experts_config),
     "deepstack": (transformers.Qwen3VLForConditionalGeneration, deepstack_config),
     "deepstack experts": (transformers.Qwen3VLMoeForConditionalGeneration, deepstack_experts_config),
 }
+"""Classes of transformers, and their configurations."""
 
 
 @cache
 def model_of(kind: Kind) -> Any:
     """Draws a model of transformers in float64; callers must not change it."""
     torch.manual_seed(11)
-    of_kind, described = _KINDS[kind]
+    of_kind, described = KINDS[kind]
     model = of_kind(described()).double()
     for name, parameter in model.named_parameters():
         is_scale = "norm" in name and name.endswith("weight")

@@ -5,15 +5,18 @@ over a large vocabulary, and the losses of likely tokens, by more than the compa
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mtrain.arch.features.vision import PROJECTOR
 from mtrain.base.errors import MachineError
 from mtrain.config.schema.train import AdamWSection
+from mtrain.config.schema.vision import VisionSection
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.registry import family_of
 from mtrain.hf.tokenizer.tokenizer import NO_TOKENS, AddedTokens
@@ -71,6 +74,8 @@ class TrainingRows(NamedTuple):
     """[batch, seq] int64, the next token at each position."""
     weights: Tensor
     """[batch, seq], factor of each token's loss; 0 ignores the token."""
+    images: Mapping[str, Tensor] = MappingProxyType({})
+    """Arguments of the model for the images of these rows, as transformers' processor returns them; empty for text."""
 
 
 class StepInput(NamedTuple):
@@ -110,6 +115,29 @@ def open_trainable(folder: Path, added: AddedTokens = NO_TOKENS, dtypes: Sequenc
     table = model.get_input_embeddings()
     row, table.padding_idx = getattr(table, "padding_idx", None), None
     return TrainableModel(model, row)
+
+
+def freeze(model: Any, vision: VisionSection, prefix: str) -> None:
+    """Freezes the parts of a multimodal model that `model.vision` freezes; `prefix` begins the tower's names."""
+    for name, parameter in model.named_parameters():
+        if not name.startswith(prefix):
+            is_frozen = vision.freeze_language_model
+        elif name.removeprefix(prefix).startswith(PROJECTOR):
+            is_frozen = vision.freeze_projector
+        else:
+            is_frozen = vision.freeze_tower
+        parameter.requires_grad_(not is_frozen)
+
+
+def image_inputs(is_image: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Tensor]:
+    """Returns the model's arguments for images.
+
+    Args:
+        is_image: Marks the tokens of images, [batch, seq] bool.
+        pixels: Patches of all images, [patches, elements of a patch].
+        grids: Frames, rows and columns of each image in patches, [images, 3].
+    """
+    return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": is_image.int()}
 
 
 @torch.no_grad()
@@ -174,7 +202,7 @@ def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[
 
 def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:
     # [batch, seq, vocab_size]; a key/value cache would waste memory
-    logits = model(rows.tokens, use_cache=False).logits
+    logits = model(rows.tokens, use_cache=False, **rows.images).logits
     # divides before backward, unlike training, so the comparison also proves that the order does not matter
     numerator, gradient = _loss(logits.detach().flatten(0, 1), rows, denominator)
     if denominator != 0:

@@ -61,6 +61,8 @@ class SamplePlan:
     hard_steps: int
     user_vocab_size: int = 0
     """Vocabulary size of the user's data; larger than the model's if token ids are taken modulo the model's."""
+    user_image_token: int = 0
+    """Id of the image token in the user's data."""
     choices: tuple[str, ...] = ()
     """Choices in the user's records, such as the experts of each token; random samples also have them."""
     has_images: bool = False
@@ -69,6 +71,13 @@ class SamplePlan:
     def num_steps(self) -> int:
         """Returns the number of steps."""
         return self.user_steps + self.hard_steps
+
+    def user_model(self, small: ModelSection) -> ModelSection:
+        """Returns the model with the user's token ids, to open the user's data."""
+        vision = small.vision
+        if vision is not None:
+            vision = vision.model_copy(update={"image_token": self.user_image_token})
+        return small.model_copy(update={"vocab_size": self.user_vocab_size, "vision": vision})
 
     def describe(self) -> str:
         """Describes the plan for a report."""
@@ -107,7 +116,7 @@ class Batches:
         self._config, self._plan = config, plan
         extras = (*drawn_extras(config.loss), *plan.choices)
         self._rows = RowsOfRank(config, dp_rank, dp_size, extras)
-        self._loader = user_loader(config, plan.user_vocab_size, dp_rank, dp_size) if plan.user_steps else None
+        self._loader = user_loader(config, plan, dp_rank, dp_size) if plan.user_steps else None
 
     def positions(self, step: int) -> SamplePositions:
         """Returns the positions of a step's samples, equal on all ranks."""
@@ -126,10 +135,14 @@ class Batches:
         return Given(HardBatch(self._config, step - self._plan.user_steps, self._plan.choices).samples())
 
 
-def user_loader(config: Config, user_vocab_size: int, dp_rank: int, dp_size: int) -> StepLoader:
+def of_user(num_steps: int, model: ModelSection) -> SamplePlan:
+    """Returns the plan of steps of the user's data alone, which are tokens of the user's model."""
+    return SamplePlan(num_steps, 0, model.vocab_size, 0 if model.vision is None else model.vision.image_token)
+
+
+def user_loader(config: Config, plan: SamplePlan, dp_rank: int, dp_size: int) -> StepLoader:
     """Opens the user's data with the user's vocabulary."""
-    model = config.model.model_copy(update={"vocab_size": user_vocab_size})
-    return StepLoader(config.model_copy(update={"model": model}), dp_rank, dp_size)
+    return StepLoader(config.model_copy(update={"model": plan.user_model(config.model)}), dp_rank, dp_size)
 
 
 def _record(text: Text, model: ModelSection) -> TokenizedSample:
@@ -356,11 +369,11 @@ class HardBatch:
         return length - length // 4 if slot % _SHORT_EVERY == 2 else length
 
 
-def has_loss_tokens(config: Config, user_vocab_size: int) -> bool:
+def has_loss_tokens(config: Config, plan: SamplePlan) -> bool:
     """Says whether most samples of the user's first global batch have loss tokens at this row length."""
     alone = config.model_copy(update={"data": config.data.model_copy(update={"packing": None})})
     try:
-        batches = user_loader(alone, user_vocab_size, 0, 1).batches(0)
+        batches = user_loader(alone, plan, 0, 1).batches(0)
     except NothingToLearnError:  # every answer begins after the end of rows of this length
         return False
     learned = torch.cat([(batch.weights["main"] != 0).any(dim=1) for batch in batches])
@@ -371,8 +384,8 @@ def with_loss_tokens(shrink_to: Callable[[int], Shrunk], user: Config) -> Shrunk
     """Returns the small configuration with rows long enough for loss tokens; `made` shrinks to a row length."""
     length = SEQ_LENGTH
     shrunk = shrink_to(length)
-    limit = min(user.data.seq_length, _LONGEST)
-    while shrunk.reads_files and length < limit and not has_loss_tokens(shrunk.config, user.model.vocab_size):
+    limit, plan = min(user.data.seq_length, _LONGEST), of_user(1, user.model)
+    while shrunk.reads_files and length < limit and not has_loss_tokens(shrunk.config, plan):
         length *= 2
         shrunk = shrink_to(length)
     return shrunk

@@ -3,7 +3,7 @@
 Only their order comes from the trainer; it is checked against the rules for an order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -12,17 +12,20 @@ import numpy as np
 
 from mtrain.config import Config
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
+from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.cache.entry import TokenCache
+from mtrain.data.encoding.compared import image_processor
 from mtrain.data.encoding.encoder import PLAIN, RecordEncoder
 from mtrain.data.formats.recognise import FileKind
 from mtrain.data.formats.record_files import chunks
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended, MockSamples, Sources
+from mtrain.hf.images import ImageProcessor
 from mtrain.hf.tokenizer.tokenizer import Tokenizer
 from mtrain.verify.core.samples import HardBatch, SamplePlan
 from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permutation, unshuffled
-from mtrain.verify.reference.text import RawCorpus, Text, num_lines, objects, text_of
+from mtrain.verify.reference.text import Picture, RawCorpus, Text, num_lines, objects, text_of
 
 _NUM_ORDERED = 4096
 """Number of samples whose order is checked; more than a few steps need."""
@@ -46,7 +49,7 @@ def texts_of(config: Config, plan: SamplePlan) -> Texts:
 
 
 def _own_texts(config: Config, plan: SamplePlan) -> tuple[list[Text], tuple[str, ...]]:
-    model = config.model.model_copy(update={"vocab_size": plan.user_vocab_size})
+    model = plan.user_model(config.model)
     user = config.model_copy(update={"model": model})
     sources, count = Sources(user), plan.user_steps * config.train.global_batch_size
     stream = sources.training()
@@ -62,7 +65,8 @@ def _own_texts(config: Config, plan: SamplePlan) -> tuple[list[Text], tuple[str,
     match data:
         case SftSection():
             assert sources.tokenizer is not None, "a rule of the section"
-            return _answers(data, stream, sources.tokenizer, turns[:count], faults.append), tuple(faults)
+            reader = _Reader(data, sources.tokenizer, image_processor(data, model))
+            return _answers(reader, stream, turns[:count], faults.append), tuple(faults)
         case IndexedSection():
             return _windows(data, stream, turns[:count], faults.append), tuple(faults)
         case _:
@@ -85,11 +89,9 @@ def _random(samples: MockSamples, number: int) -> Text:
     return Text(np.append(sample.tokens, sample.labels[-1]), np.ones(len(sample.tokens) + 1))
 
 
-def _answers(
-    data: SftSection, stream: Blended, tokenizer: Tokenizer, turns: list[Draw], tell: Callable[[str], None]
-) -> list[Text]:
+def _answers(reader: "_Reader", stream: Blended, turns: list[Draw], tell: Callable[[str], None]) -> list[Text]:
     texts: dict[Draw, Text] = {}
-    encoder = RecordEncoder(data, tokenizer)
+    data = reader.data
     for number, source in enumerate(stream.sources):
         assert isinstance(source, SftDataset), "the kind has one sort of samples"
         source_turns = [turn for turn in turns if turn.source == number]
@@ -101,18 +103,20 @@ def _answers(
             file = data.all_sources[number].path
             tell(f"source {number} has {len(source)} samples, but {file} has {count} training records")
         for turn in source_turns:
-            texts[turn] = _answer(records[source.cache.record(turn.index)], data, tokenizer, encoder)
+            texts[turn] = reader.text(*records[source.cache.record(turn.index)])
     return [texts[turn] for turn in turns]
 
 
-def _records(tokens: TokenCache, numbers: set[int]) -> dict[int, Any]:
-    """Reads records by number: JSON lines with the reference's reader, other formats with readers tested against it."""
+def _records(tokens: TokenCache, numbers: set[int]) -> dict[int, tuple[Any, Path]]:
+    """Reads records by number, with the folders of their files: JSON lines with the reference's reader, other formats
+    with readers tested against it."""
     if (path := _lone_lines(tokens)) is not None:
-        return objects(path, numbers)
-    records: dict[int, Any] = {}
+        return {number: (record, path.parent) for number, record in objects(path, numbers).items()}
+    records: dict[int, tuple[Any, Path]] = {}
     for chunk in chunks(tokens.files):
-        first = tokens.file_starts[chunk.file] + chunk.first - 1
-        records |= {first + index: chunk.record(index) for index in range(len(chunk)) if first + index in numbers}
+        first, folder = tokens.file_starts[chunk.file] + chunk.first - 1, tokens.files[chunk.file].path.parent
+        within = (index for index in range(len(chunk)) if first + index in numbers)
+        records |= {first + index: (chunk.record(index), folder) for index in within}
     return records
 
 
@@ -121,14 +125,38 @@ def _lone_lines(tokens: TokenCache) -> Path | None:
     return file.path if file.kind is FileKind.LINES and not more else None
 
 
-def _answer(record: dict[str, Any], data: SftSection, tokenizer: Tokenizer, encoder: RecordEncoder) -> Text:
-    """Converts a record: plain forms with the reference, chat templates with the trainer's encoder, which is tested
-    against transformers."""
-    if _is_plain(record, data):
-        return text_of(record, tokenizer, data.seq_length)
-    sample, size = encoder.encode(record), data.seq_length + 1
-    counts = sample.loss_weights[:size].astype(np.float64)
-    return Text(sample.ids[:size].astype(np.int64), counts, sample.weight)
+class _Reader:
+    """Converts records: plain forms with the reference, chat templates and images with the trainer's encoder and
+    processor, which are tested against transformers."""
+
+    def __init__(self, data: SftSection, tokenizer: Tokenizer, images: ImageProcessor | None) -> None:
+        self.data, self._tokenizer, self._images = data, tokenizer, images
+        self._encoder = RecordEncoder(data, tokenizer, images)
+
+    def text(self, record: dict[str, Any], folder: Path) -> Text:
+        """Returns the sample of a record from a file in `folder`; cuts a long one at the end, or before an image."""
+        data = self.data
+        if _is_plain(record, data):
+            return text_of(record, self._tokenizer, data.seq_length)
+        sample = self._encoder.encode(record, folder)
+        pictures = list(self._pictures(sample))
+        size = data.seq_length
+        if len(sample.ids) > size + 1:
+            size = next((picture.start for picture, end in pictures if picture.start < size < end), size)
+        kept = tuple(picture for picture, end in pictures if end <= size)
+        ids, counts = sample.ids[: size + 1].astype(np.int64), sample.loss_weights[: size + 1].astype(np.float64)
+        return Text(ids, counts, sample.weight, pictures=kept)
+
+    def _pictures(self, sample: TokenizedSample) -> Iterator[tuple[Picture, int]]:
+        """Yields the images of a sample, each with the end of its tokens."""
+        if self._images is None:
+            return
+        places, begin = np.flatnonzero(sample.ids == self._images.image_token), 0
+        for image in sample.images:
+            (_, rows, columns), end = image.grid, begin + self._images.num_features(image.grid)
+            pixels = self._images.patches(image.content).pixels
+            yield Picture(int(places[begin]), rows, columns, pixels), int(places[end - 1]) + 1
+            begin = end
 
 
 def _is_plain(record: dict[str, Any], data: SftSection) -> bool:

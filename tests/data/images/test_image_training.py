@@ -3,55 +3,26 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer
 
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.hf.schema.description import with_architecture
-from tests.data.images.cases import VISION_TOKENS, JudgeOfImages, judge_of, picture, write_vision_folder
+from tests.data.images.cases import JudgeOfImages, judge_of
+from tests.data.images.models import write_model, write_records
 from tests.data.images.ranks import losses
-from tests.parity.images import dense_config
 from tests.pool import Pool
-
-ROLES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a small Qwen3.5 with tokenizer, template, processor and weights."""
-    folder = write_vision_folder(tmp_path_factory.mktemp("model"))
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    config = dense_config()
-    config.text_config.vocab_size = tokenizer.get_vocab_size() + 2
-    for role, text in zip(ROLES, VISION_TOKENS):
-        setattr(config, role, tokenizer.token_to_id(text))
-    torch.manual_seed(5)
-    model = transformers.Qwen3_5ForConditionalGeneration(config)
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name and name.endswith("weight") else 0.0, std=0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
-def write_records(folder: Path) -> list[dict[str, Any]]:
-    """Writes six records with no, one or two images in questions and results of tools; returns their messages."""
-    draw, conversations = random.Random(3), list[list[dict[str, Any]]]()
-    for number in range(6):
-        parts: list[dict[str, Any]] = [{"type": "text", "text": f"number {number}?"}]
-        for index in range(number % 3):
-            path = folder / f"{number}-{index}.png"
-            path.write_bytes(picture(draw, size=(8 * draw.randint(3, 6), 8 * draw.randint(2, 5))))
-            parts.insert(draw.randint(0, len(parts)), {"type": "image", "path": path.name})
-        conversations.append([{"role": "user", "content": parts}, {"role": "assistant", "content": f"It is {number}."}])
-    (folder / "a.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in conversations))
-    return [{"messages": each} for each in conversations]
+    """Writes a small Qwen3.5."""
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def expected_loss(folder: Path, judge: JudgeOfImages, records: list[dict[str, Any]], data: Path) -> float:

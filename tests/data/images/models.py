@@ -1,0 +1,48 @@
+"""Folders of small models that read images, with tokenizer, processor and weights, and records with pictures."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from tests.data.images.cases import VISION_TOKENS, picture, write_vision_folder
+from tests.parity.images import KINDS, Kind
+
+ROLES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+
+
+def write_model(folder: Path, kind: Kind = "dense") -> Path:
+    """Writes a small model with drawn weights, its tokenizer, template and processor."""
+    write_vision_folder(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model_class, described = KINDS[kind]
+    config = described()
+    config.text_config.vocab_size = tokenizer.get_vocab_size() + 2
+    for role, text in zip(ROLES, VISION_TOKENS):
+        setattr(config, role, tokenizer.token_to_id(text))
+    torch.manual_seed(5)
+    model = model_class(config)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name and name.endswith("weight") else 0.0, std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_records(folder: Path, count: int = 6) -> list[dict[str, Any]]:
+    """Writes records with no, one or two images, and returns them."""
+    draw, records = random.Random(3), list[dict[str, Any]]()
+    for number in range(count):
+        parts: list[dict[str, Any]] = [{"type": "text", "text": f"number {number}?"}]
+        for index in range(number % 3):
+            path = folder / f"{number}-{index}.png"
+            path.write_bytes(picture(draw, size=(8 * draw.randint(3, 6), 8 * draw.randint(2, 5))))
+            parts.insert(draw.randint(0, len(parts)), {"type": "image", "path": path.name})
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": f"It is {number}."}]
+        records.append({"messages": messages})
+    (folder / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return records

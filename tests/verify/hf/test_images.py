@@ -1,0 +1,81 @@
+"""`mtrain verify hf` with images: transformers gets the pictures that its own processor has read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.config import Config
+from mtrain.hf.schema.description import with_architecture
+from mtrain.verify.core.result import HfReport
+from mtrain.verify.hf import verify_hf
+from mtrain.verify.parity import Request
+from tests.data.images.models import write_model, write_records
+from tests.parity.images import Kind
+
+TRAINED = {"freeze_tower": False, "freeze_projector": False}
+
+
+def configured(folder: Path, kind: Kind, vision: dict[str, bool], **data: Any) -> Config:
+    """Writes a model and its data below the folder, and configures a run with them."""
+    for name in ("hf", "data"):
+        (folder / name).mkdir()
+    hf = write_model(folder / "hf", kind)
+    write_records(folder / "data")
+    content = {
+        "run": {"dir": str(folder / "run")},
+        "model": {"hf": str(hf), "vision": vision},
+        "train": {"global_batch_size": 3, "micro_batch_size": 1, "num_steps": 6, "device": "cpu"},
+        "optimizer": {"lr": 1e-2, "schedule": "cosine", "clip_grad": 0.1},
+        "data": {
+            "kind": "sft",
+            "seq_length": 80,
+            "tokenizer": str(hf),
+            "train": [{"path": str(folder / "data" / "a.jsonl")}],
+            "cache_dir": str(folder / "cache"),
+            **data,
+        },
+    }
+    return Config.model_validate(with_architecture(content))
+
+
+def report_of(pool: Any, config: Config, layouts: str, fault: str | None = None) -> HfReport:
+    return verify_hf(config, Request(layouts, 2, 4, fault, "test"), lambda line: None, pool)
+
+
+@pytest.mark.parametrize(
+    ("kind", "vision", "data", "layouts"),
+    [
+        ("dense", TRAINED, {"packing": {"batch": "sequences"}}, "tp2spcp2"),
+        # rows end before images that do not fit
+        ("deepstack", {"freeze_projector": False}, {"seq_length": 40, "too_long": "end"}, "tp2sp"),
+    ],
+    ids=["dense", "deepstack"],
+)
+def test_steps_with_images_are_those_of_transformers(
+    pool: Any, tmp_path: Path, kind: Kind, vision: dict[str, bool], data: dict[str, Any], layouts: str
+) -> None:
+    report = report_of(pool, configured(tmp_path, kind, vision, **data), layouts)
+    deviations = [(each.kind, each.step, each.value) for layout in report.layouts for each in layout.deviations]
+    assert report.passed, deviations
+    assert report.data == "the first batches of the run's own data, 4 of 6 samples with images"
+
+
+def test_faults_of_images_are_found(pool: Any, tmp_path: Path) -> None:
+    config = configured(tmp_path, "dense", TRAINED)
+    for fault in (None, "images-misplaced", "image-positions-on-one-axis"):
+        report = report_of(pool, config, "tp1", fault)
+        found = [(each.kind, each.step, each.value) for each in report.layouts[0].deviations]
+        assert report.passed == (fault is None), found
+
+
+def test_a_run_whose_batches_have_no_image_is_said_to_have_none(pool: Any, tmp_path: Path) -> None:
+    config = configured(tmp_path, "dense", {})
+    text = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "data" / "a.jsonl").write_text(f"{json.dumps(text)}\n" * 3)
+    report = report_of(pool, config, "tp1")
+    assert report.passed
+    assert report.data == "the first batches of the run's own data, none of 6 samples with images"
