@@ -10,6 +10,7 @@ from mtrain.base.imports import faulty_gpu_packages
 from mtrain.checkpoint.state.teacher import loaded_teacher, teacher_config, teacher_fingerprint
 from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory, ChangeInfo
 from mtrain.config import Config, adapters, known_issues
+from mtrain.config.schema.model import ModelSection
 from mtrain.core.engine.rank_model import RankModel, build_rank_model
 from mtrain.core.layers.layer_spec import choose
 from mtrain.core.loss.functions.sources import source_fingerprints
@@ -93,9 +94,20 @@ def build_step(
     return BuiltStep(model, teacher, TrainingStep(model, objective, teacher))
 
 
-def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: TeacherOf = load_teacher) -> Run:
+def build_run(
+    config: Config,
+    groups: Groups,
+    folder: RunFolder,
+    teacher_of: TeacherOf = load_teacher,
+    data_model: ModelSection | None = None,
+) -> Run:
     """Builds the model and the optimizer, and resumes from the newest checkpoint; groups as for `build_step`. The first
-    rank holds the folder's lock. Collective over the world."""
+    rank holds the folder's lock. Collective over the world.
+
+    Args:
+        data_model: Model whose token ids the data have; None for the run's own.
+    """
+    read = config if data_model is None else config.model_copy(update={"model": data_model})
     objective = objective_of(config)
     sources = agreed(groups, lambda: source_fingerprints(config.loss))
     if groups.rank == 0:
@@ -110,7 +122,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
             _log.info(f"note: {note}")
     # before the model is built: bad data end the run early
     of_rank, extras = (groups.dp_rank, groups.layout.dp), objective.extras
-    loader = opened_loader(groups, lambda: StepLoader(config, *of_rank, extras=extras))
+    loader = opened_loader(groups, lambda: StepLoader(read, *of_rank, extras=extras))
     held_out = agreed(groups, lambda: validation_inputs({} if loader is None else loader.valid_fingerprints))
     validation = ValidationSet.open_all(loader)
     references = References(config, folder, groups, objective.preference, loader)

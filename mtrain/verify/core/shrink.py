@@ -26,6 +26,7 @@ from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, Moc
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import Compiled, OptimizerSection
+from mtrain.config.schema.vision import VisionSection
 from mtrain.verify.core.layouts import Trial
 from mtrain.verify.core.reach import epsilon_factor, loss_keys, model_keys, optimizer_keys, section_keys
 
@@ -45,6 +46,8 @@ _MIN_HIDDEN = 32
 _MAX_HEADS_PER_GROUP = 8
 _MAX_RANK = 3
 """Largest rank of adapters: odd, and different from all other sizes."""
+_MOST_FEATURES = 6
+"""Area of the largest image, in features."""
 _MAX_WIDTH = 4
 """Largest width of packed rows, in full samples."""
 
@@ -93,13 +96,15 @@ def small(
     seq_length: int,
     overrides: Mapping[str, Mapping[str, Any]],
     batch_size: int = BATCH_SIZE,
+    reads_images: bool = False,
 ) -> Shrunk:
     """Returns the small configuration with the user's precision, dropout and schedule; see `shrink`.
 
-    `overrides` are further changes, by section and key.
+    `overrides` are further changes, by section and key. With `reads_images` a small tower has the user's patches, and
+    reads the user's images; otherwise the samples of a model with a tower are random.
     """
-    # images are random, since the small tower has other patches
-    reads = reads_files(config.data) and config.model.vision is None
+    vision = config.model.vision
+    reads = reads_files(config.data) and (vision is None or reads_images)
     length = multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
     batch = multiple_from(batch_size, [trial.batch_divisor for trial in trials])
     content = config.model_dump()
@@ -112,6 +117,9 @@ def small(
         ratio = min(_MAX_WIDTH, config.row_width // config.data.seq_length)
         content["train"] |= {"micro_batch_size": 1, "tokens_per_micro_batch": ratio * length}
     content["data"] = _data(config.data, reads) | {"seq_length": length, "prefetch_steps": 0}
+    if reads and vision is not None:
+        content["model"]["vision"] |= {"patch_size": vision.patch_size}
+        content["data"]["images"] = _small_images(vision)
     content["loss"] |= {"chunk_tokens": _chunk_tokens(config)}
     for section in ("valid", "eval", "checkpoint", "metrics"):  # they do not affect a step, and contain paths
         content[section] = {}
@@ -295,6 +303,12 @@ def _data(data: AnyData, reads_files: bool) -> dict[str, Any]:
             return data.model_dump()
         case _:
             assert_never(data)
+
+
+def _small_images(vision: VisionSection) -> dict[str, int]:
+    """Returns limits by which an image takes few tokens."""
+    feature = (vision.merge_size * vision.patch_size) ** 2
+    return {"min_pixels": feature, "max_pixels": _MOST_FEATURES * feature}
 
 
 def _training_only(data: FilesSection) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from mtrain.verify.core.exact import ExactJob, exact_steps
 from mtrain.verify.core.layouts import DerivedTrials, Prepared, Trial, fitting, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, all_results, attempted
 from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, StepValues, Tolerance, diagnosed
-from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
+from mtrain.verify.core.samples import SamplePlan, of_user, with_loss_tokens
 from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, has_files, in_float32, replay_notes, small, small_schedule
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import tolerances
@@ -67,6 +67,7 @@ def verify_resume(config: Config, request: Request, progress: Progress, pool: Po
         check.prepare()
         results = check.run(progress, request.fault)
     samples = "the run's own data" if plan.shrunk.reads_files else "random tokens"
+    samples += " without images" if config.model.vision is not None and not plan.shrunk.reads_files else ""
     return ResumeReport(
         **request.origin(device),
         config=plan.base.config.model_dump(mode="json"),
@@ -93,7 +94,8 @@ class ResumePlan:
     one: Prepared
     other_layouts: list[Prepared]
     tolerances: tuple[Tolerance, ...]
-    user_vocab_size: int
+    samples: SamplePlan
+    """The user's data."""
     notes: tuple[str, ...]
 
 
@@ -104,8 +106,12 @@ def planned(config: Config, request: Request, max_ranks: int) -> ResumePlan:
     trials = DerivedTrials(config, max_ranks).for_resume() if named is None else named
     overrides = {"train": {"num_steps": request.num_steps}, "optimizer": _schedule(config.optimizer, request.num_steps)}
     overrides |= {"checkpoint": {"async_save": config.checkpoint.async_save}, "metrics": {"tensorboard": False}}
-    overrides |= {"data": _curriculum(config.data, request)}
-    shrunk = with_loss_tokens(lambda length: small(config, [base, *trials], length, overrides, FEW_SAMPLES), config)
+    overrides |= {"data": {"prefetch_steps": config.data.prefetch_steps, **_curriculum(config.data, request)}}
+
+    def shrink_to(length: int) -> Shrunk:
+        return small(config, [base, *trials], length, overrides, FEW_SAMPLES, reads_images=True)
+
+    shrunk = with_loss_tokens(shrink_to, config)
     model, train = shrunk.config.model, shrunk.config.train
     changed = in_float32(config.model)
     model = model.model_copy(update={"attention_dropout": 0.0, "hidden_dropout": 0.0} | changed.get("model", {}))
@@ -126,7 +132,7 @@ def planned(config: Config, request: Request, max_ranks: int) -> ResumePlan:
         prepared(_ONE_PROCESS, comparable),
         [trial for trial in fitting_trials if trial.name != saving.name],
         tolerances(comparable, request.num_steps, has_float64=False) if fitting_trials else (),
-        config.model.vocab_size if shrunk.reads_files else shrunk.config.model.vocab_size,
+        of_user(request.num_steps, config.model if shrunk.reads_files else shrunk.config.model),
         tuple(notes),
     )
 
@@ -185,7 +191,7 @@ class ResumeCheck:
         run = trial.config.run.model_copy(update={"dir": str(self._folder / folder)})
         checkpoint = trial.config.checkpoint.model_copy(update=saving)
         config = trial.config.model_copy(update={"run": run, "checkpoint": checkpoint})
-        start = Start(config, self._plan.user_vocab_size, **how)
+        start = Start(config, self._plan.samples, **how)
         return self._pool.run(run_start, trial.layout, start, seed=config.train.seed)
 
     def _straight(self) -> list[SegmentResult]:
@@ -231,7 +237,7 @@ class ResumeCheck:
         source = list(self._saved)[-1]
         results, records = self._resumed(trial, source, gathers=True, fault=fault)
         first, one = results[0], self._plan.one
-        texts = texts_of(one.config, SamplePlan(one.config.train.num_steps, 0, self._plan.user_vocab_size))
+        texts = texts_of(one.config, self._plan.samples)
         job = ExactJob(one.config, texts.steps[first.start_step :], first.start_step)
         exact = self._pool.run(exact_steps, one.layout, job, weights_before_each_step(first))[0]
         steps = exact_deviations(trial.config, self._plan.tolerances, self.tensors, first, records, exact)

@@ -22,6 +22,7 @@ from mtrain.checkpoint.state.gather import gradient_shards, parameter_shards
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.core.batch.batch import Microbatch
+from mtrain.core.batch.images import MicrobatchImages
 from mtrain.core.engine.loss_reduction import StepTotals
 from mtrain.core.engine.optimizer import Update
 from mtrain.core.engine.optimizer_state import MAIN, STATES
@@ -34,7 +35,7 @@ from mtrain.core.step.step import TrainingStep
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.trainer import train_on
-from mtrain.verify.core.samples import SamplePositions
+from mtrain.verify.core.samples import SamplePlan, SamplePositions
 from mtrain.verify.core.weights import TABLES, Whole, gathered
 from mtrain.verify.core.worker import small_teacher
 
@@ -47,8 +48,8 @@ class Start:
     """One start of a run."""
 
     config: Config
-    user_vocab_size: int
-    """Vocabulary size of the samples; if larger than the model's, token ids are taken modulo the model's."""
+    samples: SamplePlan
+    """The user's data; if their vocabulary is larger than the model's, token ids are taken modulo the model's."""
     watched_from: int = 0
     """Completed updates from which the state is recorded."""
     stop_after: int | None = None
@@ -97,7 +98,7 @@ def run_start(groups: Groups, start: Start) -> SegmentResult:
     seen = SegmentResult()
 
     def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
-        run = build_run(config, groups, folder, small_teacher)
+        run = build_run(config, groups, folder, small_teacher, start.samples.user_model(config.model))
         if start.fault is not None:
             PLANTS[start.fault](run)
         watched = WatchedStep(run, start, seen)
@@ -225,12 +226,12 @@ class WatchedStep(TrainingStep):
     def _folded(self, batches: Sequence[Microbatch] | None) -> Sequence[Microbatch] | None:
         """Takes token ids modulo the model's vocabulary."""
         size = self._run.model.config.model.vocab_size
-        if batches is None or self._start.user_vocab_size <= size:
+        if batches is None or self._start.samples.user_vocab_size <= size:
             return batches
         return [batch.with_vocabulary(size) for batch in batches]
 
     def _digests(self, batches: Sequence[Microbatch]) -> dict[int, str]:
-        """Digests tokens, labels and weights of each sample by slot."""
+        """Digests tokens, labels, weights and images of each sample by slot."""
         loader = self._run.loader
         assert loader is not None, "this rank reads"
         positions = SamplePositions(loader.plan(self._done), loader.samples(self._done))
@@ -239,8 +240,18 @@ class WatchedStep(TrainingStep):
             slots, _ = torch.from_numpy(positions.of(number, self._run.model.groups.dp_rank, batch.tokens.shape[1]))
             for slot in slots[slots >= 0].unique().tolist():
                 parts = [rows[slots == slot] for rows in (batch.tokens, batch.labels, *batch.weights.values())]
+                parts += _images_at(slots == slot, batch.images)
                 digests[slot] = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
         return digests
+
+
+def _images_at(is_sample: torch.Tensor, images: MicrobatchImages | None) -> list[torch.Tensor]:
+    """Returns patches and positions of a sample's images; nothing for text, whatever else is in its microbatch."""
+    places = torch.empty(0) if images is None else images.places[is_sample]
+    if images is None or not (places >= 0).any():
+        return []
+    features = images.pixels.view(int(images.places.max()) + 1, -1)
+    return [features[places[places >= 0]], places >= 0, images.axes[is_sample]]
 
 
 def _fingerprint(parts: Sequence[torch.Tensor]) -> Fingerprint:

@@ -27,6 +27,7 @@ from mtrain.training import trainer
 from mtrain.training.build import Run, build_run
 from mtrain.verify.resume import worker
 from mtrain.verify.resume.worker import SegmentResult, Start, run_start
+from tests.verify.planted.plants import become
 
 RandomStates = Mapping[str, Tensor]
 
@@ -90,9 +91,9 @@ class _FromFirst(StepLoader):
 
 
 def _first_samples(run: Run, before: RandomStates) -> Run:
-    if run.loader is None:
-        return run
-    return replace(run, loader=_FromFirst(run.model.config, run.model.groups.dp_rank, run.model.groups.layout.dp))
+    if run.loader is not None:
+        become(run.loader, _FromFirst)
+    return run
 
 
 def _restarted_rate(run: Run, before: RandomStates) -> Run:
