@@ -140,9 +140,9 @@ def _completed(merged: "MergedContent") -> tuple["Config", list[str]]:
             continue  # validation refuses it
         if name == "data" and not section.keys() <= MockSection.model_fields.keys():
             continue  # another kind of data
-        if section.get("num_epochs") is not None:  # no prediction depends on the length
-            section = {**section, "num_epochs": None, "num_steps": keys["num_steps"]}
         missing = {key: value for key, value in keys.items() if key not in section}
+        if section.get("num_epochs") is not None:  # gives the length as well
+            missing.pop("num_steps", None)
         content[name] = {**missing, **section}
         assumed += [f"{name}.{key}" for key in missing]
     return replace(merged, content=content).config(resolved), assumed

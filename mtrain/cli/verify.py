@@ -284,7 +284,12 @@ def _verify(
     """Loads the configuration, runs a check, writes and prints its report, and exits with 0 pass or 1 fail."""
     with one_message(), one_verdict(verb) as target:
         require_ground()
-        config = loaded_config(arguments, last_overrides, counts_epochs=True)
+        config = loaded_config(arguments, last_overrides)
+        if config.train.num_epochs is not None:
+            from mtrain.data.sources import with_num_steps  # here, because it loads numpy
+            from mtrain.verify.core.shrink import has_files
+
+            config = with_num_steps(config, counts=has_files(config.data))
         if verb != backend.__name__:
             config = on_several_ranks(config, options.max_ranks)
         target.folder = folder = Path(config.run.dir) / verb if options.output is None else options.output

@@ -420,10 +420,14 @@ class Epochs:
         return steps_of(self.config.model_copy(update={"data": data}), self.stream).holding(num_sequences)
 
 
-def with_num_steps(config: Config) -> Config:
+def with_num_steps(config: Config, *, counts: bool = True) -> Config:
     """Returns the configuration with `train.num_steps` instead of `train.num_epochs`; opens the training data.
 
     The steps are the fewest that hold all samples of these epochs. `optimizer.warmup_ratio` becomes steps as well.
+
+    Args:
+        counts: Whether to count the samples; False takes any number of steps in which the schedule has room, for data
+            that are not on this machine.
     """
     if config.train.num_epochs is None:
         return config
@@ -436,10 +440,14 @@ def with_num_steps(config: Config) -> Config:
             f"{len(data.all_sources)}, and their weights decide how often each is passed; name their files by one "
             "pattern or folder, or set train.num_steps"
         )
-    epochs = Epochs(config, Sources(config).training())
-    # as text: 0.1 is a tenth here, not the float next to it
-    num_sequences = math.ceil(Fraction(str(config.train.num_epochs)) * epochs.num_sequences)
-    content = config.model_dump()
-    content["data"]["packing"] = None if epochs.packing is None else epochs.packing.model_dump()
-    content["train"] |= {"num_epochs": None, "num_steps": epochs.num_steps(num_sequences)}
+    content, schedule = config.model_dump(), config.optimizer
+    if counts:
+        epochs = Epochs(config, Sources(config).training())
+        # as text: 0.1 is a tenth here, not the float next to it
+        num_sequences = math.ceil(Fraction(str(config.train.num_epochs)) * epochs.num_sequences)
+        content["data"]["packing"] = None if epochs.packing is None else epochs.packing.model_dump()
+        num_steps = epochs.num_steps(num_sequences)
+    else:
+        num_steps = 1000 + schedule.warmup_steps + (0 if schedule.decay_steps is None else schedule.decay_steps)
+    content["train"] |= {"num_epochs": None, "num_steps": num_steps}
     return MergedContent(content, ()).config(whole)
