@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -44,18 +45,21 @@ class Pool(ranks.Pool):
         # strict_warnings last: it must not apply to the others' imports
         super().__init__(preloaded=[*before, "tests.base.strict_warnings"], timeout_s=600)
         self._references: OrderedDict[str, list[Any]] = OrderedDict()
+        # checks run two layouts at a time, but the reference of images puts weights into one shared module
+        self._lock = threading.Lock()
 
     def run(self, function: Callable[..., Any], layout: Layout, *arguments: Any, seed: int = 1234) -> list[Any]:
         """Runs the function on every rank, as the program's pool does; references run here, and are cached."""
         if function.__name__ not in REFERENCES:
             return super().run(function, layout, *arguments, seed=seed)
         key = hashlib.sha256(pickle.dumps((function.__name__, str(layout), arguments, seed))).hexdigest()
-        if key not in self._references:
-            import torch
+        with self._lock:
+            if key not in self._references:
+                import torch
 
-            here = SimpleNamespace(device=torch.device("cpu"))  # all that it reads of its groups: no rank
-            self._references[key] = [function(here, *arguments)]
-        self._references.move_to_end(key)
-        while len(self._references) > NUM_KEPT:
-            self._references.popitem(last=False)
-        return self._references[key]
+                here = SimpleNamespace(device=torch.device("cpu"))  # all that it reads of its groups: no rank
+                self._references[key] = [function(here, *arguments)]
+            self._references.move_to_end(key)
+            while len(self._references) > NUM_KEPT:
+                self._references.popitem(last=False)
+            return self._references[key]
