@@ -22,6 +22,7 @@ from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended
 from mtrain.data.steps import SampleStream, steps_of
+from mtrain.hf.images import for_browser
 from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 _WINDOW = 4
@@ -39,7 +40,7 @@ class ShownToken:
     """Weight of predicting the token; 0 if it is not trained."""
     begins_document: bool
     picture: bytes | None = None
-    """Content of the image whose tokens begin here; the text of its other tokens is empty."""
+    """File for browsers of the image whose tokens begin here; the text of its other tokens is empty."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _with_pictures(
     ends = np.cumsum(images.grids.prod(axis=1)) // merged
     for image, grid, end in zip(source.images(position.index), images.grids.tolist(), ends.tolist()):
         count = math.prod(grid) // merged
-        contents[end - count] = (image.content, f"[image of {count} tokens]")
+        contents[end - count] = (for_browser(image.content), f"[image of {count} tokens]")
     for token, place in itertools.zip_longest(tokens, images.places.tolist(), fillvalue=-1):
         assert isinstance(token, ShownToken), "a sample has one token more than places"
         content, text = contents.get(place, (None, ""))

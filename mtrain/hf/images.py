@@ -26,6 +26,11 @@ _WIDE_MODES = ("I", "F")
 """First letters of Pillow's modes with more than 8 bits per channel, all of them grey."""
 _PROGRAMS = ("EPS", "WMF")
 """Formats that Pillow renders with another program."""
+_BROWSER_FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "ICO")
+_MOST_SHOWN_BYTES = 2**20
+"""Largest image that a page holds unchanged."""
+_MOST_SHOWN_PIXELS = 1024
+"""Longest side of a larger image in a page."""
 _LONGEST_FAULT = 200
 
 
@@ -170,6 +175,22 @@ class ImageProcessor:
             raise DataError(
                 f"{self._folder}: transformers cannot open its image processor ({_short(fault)}); download it again"
             ) from fault
+
+
+def for_browser(content: bytes) -> bytes:
+    """Returns an image for a page: unchanged, or as a reduced PNG or JPEG if it is large or of a format that browsers
+    do not show."""
+    Image = _pillow()  # noqa: N806 - a module
+    from PIL import ImageOps
+
+    with Image.open(io.BytesIO(content)) as image:
+        if image.format in _BROWSER_FORMATS and len(content) <= _MOST_SHOWN_BYTES:
+            return content
+        shown = ImageOps.exif_transpose(image).convert("RGB")
+    shown.thumbnail((_MOST_SHOWN_PIXELS, _MOST_SHOWN_PIXELS))
+    file = io.BytesIO()
+    shown.save(file, "JPEG" if len(content) > _MOST_SHOWN_BYTES else "PNG")
+    return file.getvalue()
 
 
 def _pillow() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import random
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from pydantic import ValidationError
 
 from mtrain.base.errors import ConfigError
@@ -18,6 +20,7 @@ from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.data.shown import as_text, headline
 from mtrain.data.sources import Epochs, Sources
+from mtrain.hf.images import for_browser
 from mtrain.preflight.files import look_at_files
 from mtrain.preflight.findings import Findings
 from mtrain.preflight.sizes import look_at_sizes
@@ -131,8 +134,24 @@ def test_images_are_shown_at_their_places(make_run: MakeRun, tmp_path: Path) -> 
     for sample in shown.samples:
         counts = [int(token.text.split()[2]) for token in sample.tokens if token.picture is not None]
         assert sum(counts) == sum(token.text == "" or token.picture is not None for token in sample.tokens)
-        assert all(f"[image of {count} tokens]" in text for count in counts)
+        assert all(f"[image of {count} tokens]" in written for count in counts for written in (page, text))
     assert "<|image_pad|>" not in text
+
+
+def test_a_page_has_only_images_that_browsers_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = {name: picture(random.Random(0), "RGB", (40, 20), format=name) for name in ("PNG", "JPEG", "GIF", "WEBP")}
+    assert [for_browser(content) for content in shown.values()] == [*shown.values()]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    monkeypatch.setattr("mtrain.hf.images._MOST_SHOWN_BYTES", 20_000)
+    large = {"TIFF": (40, 20), "JPEG2000": (40, 20), "PNG": (2000, 1000), "JPEG": (2000, 1000)}
+    for name, size in large.items():
+        options = {"exif": exif} if name == "JPEG" else {}
+        with Image.open(
+            io.BytesIO(for_browser(picture(random.Random(0), "RGB", size, format=name, **options)))
+        ) as image:
+            assert image.format in ("PNG", "JPEG")
+            assert image.size == {"JPEG": (512, 1024), "PNG": (1024, 512)}.get(name, size)
 
 
 def test_a_start_counts_the_images(make_run: MakeRun) -> None:
