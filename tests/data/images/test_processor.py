@@ -15,6 +15,7 @@ import pytest
 from mtrain.base.errors import DataError, MachineError
 from tests.data.images.cases import MODES, PROCESSOR, JudgeOfImages, axes_of_transformers, picture, processor_of
 from tests.data.images.conftest import MakeEncoder
+from tests.fault_table import Notice
 from tests.messages import refuses
 
 
@@ -155,6 +156,63 @@ def test_images_that_cannot_be_read_are_refused(name: str, encoder: MakeEncoder,
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "No."}]
     with refuses(DataError, "messages[0].content[1]: a.image"):
         encoder().encode({"messages": messages}, tmp_path)
+
+
+ADVICE = ("replace it, or leave the record out", "scale it down", "save it as PNG", "convert it to 8 bits")
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "TGA", "JPEG2000", "ICO")
+
+
+def damaged(draw: random.Random) -> bytes:
+    """Draws an image file that is cut, overwritten or has bytes of another file at its end, or is sound."""
+    name = draw.choice(FORMATS)
+    content = bytearray(
+        picture(draw, "L" if name == "GIF" else "RGB", (draw.randint(9, 40), draw.randint(9, 40)), format=name)
+    )
+    match draw.choice(("cut", "overwritten", "longer", "sound")):
+        case "cut":
+            del content[draw.randrange(len(content)) :]
+        case "overwritten":
+            for _ in range(draw.randint(1, 9)):  # half of them in the header
+                content[draw.randrange(draw.choice((len(content), min(64, len(content)))))] = draw.randrange(256)
+        case "longer":
+            content += draw.randbytes(draw.randint(1, 99))
+        case _:
+            pass
+    return bytes(content)
+
+
+@pytest.mark.fault(
+    "input",
+    "an image file that is cut, overwritten or longer than its image, in ten formats",
+    happens="refused with record, part and reason, unless transformers reads it, and then its patches are the same",
+    exit_code=3,
+)
+@pytest.mark.filterwarnings("ignore")  # of Pillow, on what it passes over in a file
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_image_is_refused_or_that_of_transformers(
+    seed: int, vision_folder: Path, judge: JudgeOfImages, tmp_path: Path, notice: Notice
+) -> None:
+    draw, processor, refused, num_read = random.Random(seed), processor_of(vision_folder), list[DataError](), 0
+    for _ in range(40):
+        content = damaged(draw)
+        (tmp_path / "image").write_bytes(content)
+        try:
+            with notice:
+                processor.check(content)
+                found = processor.patches(content)
+        except DataError as fault:
+            refused.append(fault)
+            continue
+        expected = judge.image_processor(
+            judge.image_processor.fetch_images([str(tmp_path / "image")]), return_tensors="np"
+        )
+        assert np.array_equal(found.pixels, expected["pixel_values"])
+        num_read += 1
+    assert min(num_read, len(refused)) > 5
+    for refusal in refused:
+        assert refusal.exit_code == notice.exit_code
+        assert str(refusal).endswith(ADVICE)
+        assert "\n" not in str(refusal)
 
 
 def test_an_image_of_too_many_pixels_is_refused(
