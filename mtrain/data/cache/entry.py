@@ -278,6 +278,11 @@ class TokenCache:
         weight = float(self.weights[index])
         return TokenizedSample(np.array(ids), np.repeat(weights, lengths), weight, np.array(extras), images)
 
+    def last_ids(self, numbers: range) -> NDArray[np.int32]:
+        """Returns the last token of each of these samples."""
+        last: NDArray[np.int32] = self._ids[self.starts[numbers.start + 1 : numbers.stop + 1] - 1]
+        return last
+
     def ids(self, index: int) -> NDArray[np.int32]:
         """Returns the token ids of a sample, unverified and without its images."""
         ids: NDArray[np.int32] = self._ids[self.starts[index] : self.starts[index + 1]]

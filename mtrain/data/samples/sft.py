@@ -76,7 +76,7 @@ def pieces_of(
 ) -> tuple[Pieces, TooLongCounts]:
     """Cuts samples into the pieces to train. Pieces of a split sample overlap by one token, so that each of its tokens
     but the first is predicted once; those without a token to learn are left out. No cut is inside an image."""
-    lengths = cache.lengths[numbers.start : numbers.stop]
+    lengths = _usable_lengths(cache, numbers, images)
     most = seq_length + 1
     is_long = lengths > most
     samples = np.arange(numbers.start, numbers.stop)
@@ -100,19 +100,33 @@ def pieces_of(
         case "drop":
             return whole.only(~is_long), TooLongCounts(count, int(lengths[is_long].sum()))
         case "refuse":
-            first = numbers.start + int(np.argmax(is_long))
+            first = int(np.argmax(is_long))
+            number = numbers.start + first
+            smaller = "lower data.images.max_pixels, " if len(shown.get(first, ())) else ""
             raise DataError(
-                f"{cache.location(first)}: has {cache.lengths[first]} tokens, but data.seq_length={seq_length} takes "
-                f"{most} ({count} of {len(samples)} samples are longer); raise it, shorten them, or set data.too_long "
-                "to end, start, split or drop"
+                f"{cache.location(number)}: has {cache.lengths[number]} tokens, but data.seq_length={seq_length} takes "
+                f"{most} ({count} of {len(samples)} samples are longer); raise it, {smaller}shorten them, or set "
+                "data.too_long to end, start, split or drop"
             )
         case "split":
-            pieces = _split_around(cache, numbers, _split(samples, lengths, seq_length), seq_length, shown)
+            pieces = _split_around(cache, samples, lengths, _split(samples, lengths, seq_length), seq_length, shown)
             is_empty = is_long[pieces.samples - numbers.start] & (num_trained(cache, pieces) == 0)
             split = int(is_long[pieces.samples - numbers.start].sum())
             return pieces.only(~is_empty), TooLongCounts(count, 0, split, int(is_empty.sum()))
         case _:
             assert_never(too_long)
+
+
+def _usable_lengths(cache: TokenCache, numbers: range, images: ImageProcessor | None) -> NDArray[np.int64]:
+    """Returns the lengths of samples, without an image at the end: its last token is only predicted, so a row cannot
+    hold the image whole, and no token in the loss follows it."""
+    lengths = cache.lengths[numbers.start : numbers.stop]
+    if images is None or cache.images is None:
+        return lengths
+    for index in map(int, np.flatnonzero(cache.last_ids(numbers) == images.image_token)):
+        places = spans(cache, numbers.start + index, images)
+        lengths[index] = outside(places, int(lengths[index]) - 1, "earlier") + 1
+    return lengths
 
 
 def num_trained(cache: TokenCache, pieces: Pieces) -> NDArray[np.int64]:
@@ -131,21 +145,26 @@ def _split(samples: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: i
 
 
 def _split_around(
-    cache: TokenCache, numbers: range, pieces: Pieces, seq_length: int, shown: Mapping[int, NDArray[np.int64]]
+    cache: TokenCache,
+    samples: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    pieces: Pieces,
+    seq_length: int,
+    shown: Mapping[int, NDArray[np.int64]],
 ) -> Pieces:
     """Splits the samples with images again, so that no cut is inside an image.
 
     Args:
-        shown: Spans of each sample's images, by index in `numbers`.
+        shown: Spans of each sample's images, by index in `samples`.
     """
-    anew = {numbers.start + index: places for index, places in shown.items() if len(places)}
+    anew = [index for index, places in shown.items() if len(places)]
     if not anew:
         return pieces
-    kept = pieces.only(~np.isin(pieces.samples, list(anew)))
+    kept = pieces.only(~np.isin(pieces.samples, samples[anew]))
     rows = []
-    for number, places in anew.items():
+    for index, number in zip(anew, samples[anew].tolist()):
         try:
-            rows += [(number, *piece) for piece in split(places, int(cache.lengths[number]), seq_length)]
+            rows += [(number, *piece) for piece in split(shown[index], int(lengths[index]), seq_length)]
         except DataError as fault:
             raise DataError(f"{cache.location(number)}: {fault}") from None
     joined = [np.concatenate([old, new]) for old, new in zip((kept.samples, kept.starts, kept.sizes), np.array(rows).T)]

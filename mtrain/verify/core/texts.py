@@ -140,9 +140,8 @@ class _Reader:
             return text_of(record, self._tokenizer, data.seq_length)
         sample = self._encoder.encode(record, folder)
         pictures = list(self._pictures(sample))
-        size = data.seq_length
-        if len(sample.ids) > size + 1:
-            size = next((picture.start for picture, end in pictures if picture.start < size < end), size)
+        size = min(data.seq_length, len(sample.ids) - 1)
+        size = next((picture.start for picture, end in pictures if picture.start < size < end), size)
         kept = tuple(picture for picture, end in pictures if end <= size)
         ids, counts = sample.ids[: size + 1].astype(np.int64), sample.loss_weights[: size + 1].astype(np.float64)
         return Text(ids, counts, sample.weight, pictures=kept)

@@ -27,10 +27,11 @@ from tests.messages import refuses
 UNIT = 8
 """Pixels of a feature, in a row."""
 Part = int | tuple[int, int]
-PARTS = st.lists(st.integers(1, 9) | st.tuples(st.integers(1, 4), st.integers(2, 4)), min_size=1, max_size=6).map(
-    lambda parts: [1, *(piece for part in parts for piece in (part, 1))]
-)
-"""Numbers of text tokens, and rows and columns of images, with text around each."""
+PARTS = st.tuples(
+    st.lists(st.integers(1, 9) | st.tuples(st.integers(1, 4), st.integers(2, 4)), min_size=1, max_size=6),
+    st.booleans(),
+).map(lambda drawn: [1, *(piece for part in drawn[0] for piece in (part, 1))][: None if drawn[1] else -1])
+"""Numbers of text tokens, and rows and columns of images, with text between them, and at the end of some samples."""
 
 
 class PartsEncoder:
@@ -134,7 +135,7 @@ def test_no_cut_is_inside_an_image(
                 assert (missing == processor.image_token).all(), "no more is lost than an image that is cut"
             case "start":
                 missing = record.ids[max(0, len(record.ids) - seq_length - 1) : start]
-                assert start + size == len(record.ids)
+                assert (record.ids[start + size :] == processor.image_token).all(), "an image at the end"
                 assert (missing == processor.image_token).all()
             case "split" | "drop" | "refuse":
                 assert start + size <= len(record.ids)
