@@ -19,6 +19,7 @@ from mtrain.arch.lr import learning_rate
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.checkpoint.state.start_weights import load_hf_weights
 from mtrain.config import Config
+from mtrain.config.schema.data import SftSection
 from mtrain.config.schema.loss import MAIN_TERM, LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection
@@ -113,7 +114,15 @@ def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
             f"{changed[0]} is set, but only the next-token loss is compared with transformers; remove it to compare "
             "the rest"
         )
+    if config.adapter is not None:
+        raise ConfigError(
+            "the section adapter is set, but transformers trains the whole model in this check; remove the section, "
+            "and compare adapters with mtrain verify parity"
+        )
     overrides: dict[str, dict[str, Any]] = {**in_float32(config.model), "optimizer": {"kind": "adamw"}}
+    if isinstance(config.data, SftSection) and config.data.too_long in ("start", "split", "drop"):
+        # only cut at the end, each record is one sample, which the reference reads itself
+        overrides["data"] = {"too_long": "end"}
     overrides["model"] = {"mtp_depths": 0} | overrides.get("model", {})
     lines = tuple(
         f"{name}.{key}: {getattr(getattr(config, name), key)} -> {value}"

@@ -49,9 +49,9 @@ def report_of(pool: Any, config: Config, layouts: str, fault: str | None = None)
 @pytest.mark.parametrize(
     ("kind", "vision", "data", "layouts"),
     [
-        ("dense", TRAINED, {"packing": {"batch": "sequences"}}, "tp2spcp2"),
+        ("dense", TRAINED, {"packing": {"batch": "sequences"}}, "cp2"),
         # rows end before images that do not fit
-        ("deepstack", {"freeze_projector": False}, {"seq_length": 40, "too_long": "end"}, "tp2sp"),
+        ("deepstack", {"freeze_projector": False}, {"seq_length": 40, "too_long": "split"}, "tp2sp"),
     ],
     ids=["dense", "deepstack"],
 )
@@ -62,6 +62,7 @@ def test_steps_with_images_are_those_of_transformers(
     deviations = [(each.kind, each.step, each.value) for layout in report.layouts for each in layout.deviations]
     assert report.passed, deviations
     assert report.data == "the first batches of the run's own data, 4 of 6 samples with images"
+    assert ("data.too_long: split -> end" in report.changes) == ("too_long" in data)
 
 
 def test_faults_of_images_are_found(pool: Any, tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_the_command_writes_its_report_and_tells_the_verdict(tmp_path: Path) -> 
         ("loss.options={label_smoothing: 0.1}", "loss.options"),
         ("loss.router.z_coefficient=0.1", "router"),
         ("loss.side_terms={z: {function: 'z_loss'}}", "loss.side_terms"),
+        ("adapter={kind: lora, rank: 2, targets: [proj]}", "adapter"),
     ],
 )
 def test_what_transformers_does_not_compute_is_refused(tmp_path: Path, override: str, fact: str) -> None:

@@ -45,7 +45,7 @@ def test_images_go_on_after_a_stop_in_an_epoch(kept: KeptPool, tmp_path: Path, m
     monkeypatch.setattr(shrink, "_MAX_VOCAB", 64)
     monkeypatch.setattr(shrink, "FOLDED_VOCAB_SIZE", 61)
     user = configured(tmp_path, freeze_tower=False, freeze_projector=False)
-    plan = planned(user, Request("tp2sp", 4, 2, None, "", 2), 2)
+    plan = planned(user, Request("tp2sp", 3, 2, None, "", 2), 2)
     assert plan.base.config.data.prefetch_steps > 0, "threads read ahead of the step"
     assert plan.shrunk.reads_files
     assert plan.base.config.model.vocab_size == 61 < plan.samples.user_image_token
