@@ -12,6 +12,7 @@ from typing import NamedTuple, assert_never
 from mtrain.arch.adapters import holds_narrow, in_layer, learns_output, trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS, alike, kinds, present
 from mtrain.arch.features.feature import EMBEDDING, AdaptedMatrix, hidden_local
+from mtrain.arch.features.vision import kept_patch_elements, passing_patch_elements, patches_of_tokens
 from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.arch.parameters import output_columns
 from mtrain.config import Config
@@ -112,6 +113,8 @@ class Activations:
 
     config: Config
     layout: Layout
+    given_patches: int | None = None
+    """Most patches of a microbatch that a rank encodes; None: as many as full rows of images have."""
 
     def most_bytes(self, pp_rank: int, gathered_in_layers: int = 0, gathered_for_logits: int = 0) -> int:
         """Estimates the peak of activations on a rank of pipeline rank `pp_rank`.
@@ -140,7 +143,11 @@ class Activations:
             moments.append(all_kept + leaving + self.logits_bytes() + gathered_for_logits)
         else:
             moments.append(moments[-1] + leaving)
-        return max(moments)
+        if pp_rank > 0:
+            return max(moments)
+        in_flight = self.chunks_in_flight(pp_rank)
+        kept, passing = self._tower_bytes()
+        return max(max(moments) + in_flight * kept, (in_flight - 1) * (largest.on_device + kept) + kept + passing)
 
     def host_bytes(self, pp_rank: int) -> int:
         """Estimates the peak on the host of pipeline rank `pp_rank` (train.offload_layers)."""
@@ -158,6 +165,24 @@ class Activations:
     def tokens(self) -> int:
         """Tokens of one microbatch on this rank."""
         return self.config.train.micro_batch_size * self.config.row_width // self.layout.cp
+
+    @property
+    def patches(self) -> int:
+        """Most patches of a microbatch that a rank encodes."""
+        config = self.config
+        if self.given_patches is not None:
+            return self.given_patches
+        of_row, _ = patches_of_tokens(config.model.vision, config.data, config.row_width)
+        return -(-config.train.micro_batch_size * of_row // self.layout.num_sharing_images)
+
+    def _tower_bytes(self) -> tuple[int, int]:
+        """Estimates what a forward pass of the vision tower saves until its backward pass, and what exists only during
+        either. The tower is never recomputed."""
+        vision, size = self.config.model.vision, element_bytes(self.config.train)
+        if vision is None:
+            return 0, 0
+        passing = passing_patch_elements(vision, is_half=size < FP32_BYTES)
+        return self.patches * kept_patch_elements(vision) * size, self.patches * passing * size
 
     @property
     def is_on_cpu(self) -> bool:

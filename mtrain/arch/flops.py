@@ -9,6 +9,7 @@ from typing import assert_never
 from mtrain.arch.adapters import OUTPUT, in_layer, learns_output, tables, trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS
 from mtrain.arch.features.feature import EMBEDDING
+from mtrain.arch.features.vision import patches_of_tokens
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
@@ -62,11 +63,13 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
 
 
 def run_flops_per_token(config: Sections) -> float:
-    """Counts the operations per token as `flops_per_token` does, also for adapters on a frozen model and for losses
-    that compare sequences."""
+    """Counts the operations per token as `flops_per_token` does, also for adapters on a frozen model, for losses that
+    compare sequences, and for a vision tower if all tokens are of images."""
     model, seq = config.model, config.data.seq_length
     windowed = num_attended_pairs(seq, model.sliding_window)
-    work = Work(seq, num_attended_pairs(seq, None), windowed, seq * model.num_predictions)
+    patches, of_image = patches_of_tokens(model.vision, config.data, seq)
+    outputs = seq * model.num_predictions
+    work = Work(seq, num_attended_pairs(seq, None), windowed, outputs, patches, patches * of_image)
     return flops_of_step(model, work, config.adapter, config.sequences_per_sample > 1) / seq
 
 
@@ -129,15 +132,21 @@ def _tower_products(vision: VisionSection, hidden_size: int, work: Work) -> int:
     positions do not count.
     """
     width, merged = vision.hidden_size, vision.patches_per_feature * vision.hidden_size
-    learns_tower, learns_projector = not vision.freeze_tower, not vision.freeze_projector
+    learns_tower = not vision.freeze_tower
     patches = work.patches * vision.patch_elements * width
     blocks = work.patches * (4 * width**2 + 2 * width * vision.ffn_hidden_size) + work.patch_pairs * 2 * width
     mergers = (1 + len(vision.deepstack)) * work.patches // vision.patches_per_feature * merged * (merged + hidden_size)
     return (
         (1 + learns_tower) * patches
         + (1 + 2 * learns_tower) * vision.num_layers * blocks
-        + (1 + learns_projector + (learns_projector or learns_tower)) * mergers
+        + merger_passes(vision) * mergers
     )
+
+
+def merger_passes(vision: VisionSection) -> int:
+    """Returns the number of products of a projection of the projector: forward, and of its weight and its input."""
+    learns_tower, learns_projector = not vision.freeze_tower, not vision.freeze_projector
+    return 1 + learns_projector + (learns_projector or learns_tower)
 
 
 def _adapter_products(model: ModelSection, adapter: AdapterSection, work: Work) -> int:

@@ -61,6 +61,11 @@ class Layout:
             stage_layers=uneven_stages(section, config.model.num_layers),
         )
 
+    @property
+    def num_sharing_images(self) -> int:
+        """Number of ranks that divide the images of a microbatch: those that see the same rows."""
+        return self.cp * (self.tp if self.sp else 1)
+
     def __str__(self) -> str:
         names = [f"tp{self.tp}{'sp' if self.sp else ''}", f"pp{self.pp}"]
         if self.vpp > 1:

@@ -58,8 +58,11 @@ class MemoryEstimate:
         return state + max(self.activations_bytes, self.update_bytes)
 
 
-def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstimate:
+def memory_per_rank(config: Config, layout: Layout, pp_rank: int, patches: int | None = None) -> MemoryEstimate:
     """Estimates the memory of a rank of pipeline rank `pp_rank`.
+
+    `patches` is the largest number of patches of images in a microbatch that a rank encodes; None: as many as full rows
+    of images have.
 
     Gradients are summed in fp32. The optimizer keeps fp32 moments, and fp32 main weights under bf16 and fp16; the
     distributed optimizer divides them over DP x CP, for experts over their replicas. A frozen model has only weights.
@@ -67,7 +70,7 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     with the activations.
     """
     trained = trained_parameters(config, layout, pp_rank)
-    rank, activations = _StageRank(config, layout, pp_rank), Activations(config, layout)
+    rank, activations = _StageRank(config, layout, pp_rank), Activations(config, layout, patches)
     state_numbers = rank.kept_numbers(trained)
     largest = rank.largest_trained()
     updated = own_shard(config.train, config.model, layout, trained)

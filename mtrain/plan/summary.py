@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from mtrain import arch
+from mtrain.arch.activations import Activations
 from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.config import Config, adapters, known_issues
 from mtrain.config.derived import data_phases
@@ -68,6 +69,8 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
         state = "weights, gradients and the optimizer's state"
         facts["each adapter"] = f"{most / _MIB:.3f} MiB of a rank: {state}"
     flops = arch.run_flops_per_token(config)
+    if (patches := Activations(config, layout).patches) > 0:
+        facts["images"] = f"at most {patches:,} patches of a microbatch on a rank, if all tokens are of images"
     facts |= {"FLOPs per token": f"{flops:.4e}", "FLOPs per step": f"{at_most}{flops * tokens:.4e}"}
     facts |= {f"data, phase {number}": str(phase) for number, phase in enumerate(data_phases(config.data), start=1)}
     if model.megatron:

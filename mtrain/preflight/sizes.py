@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from mtrain.config.schema.data import FilesSection
+from mtrain.config.schema.vision import VisionSection
 from mtrain.core.batch.sample import SampleSource
 from mtrain.data.packing.step_plan import StepShape, num_microbatches_of, packed
 from mtrain.data.samples.preference import PreferenceDataset
@@ -18,7 +19,7 @@ def look_at_sizes(epochs: Epochs, findings: Findings) -> None:
     stream, data = epochs.stream, epochs.config.data
     if isinstance(stream, Blended) and isinstance(data, FilesSection):
         for (name, _), source in zip(stream.named_sizes, stream.sources):
-            findings.fact("data", f"{name}: {_size(source, data.seq_length)}")
+            findings.fact("data", f"{name}: {_size(source, data.seq_length, epochs.config.model.vision)}")
         for line in _passes(epochs, data):
             findings.fact("epoch", line)
 
@@ -42,12 +43,16 @@ def packed_steps(epochs: Epochs, dp_size: int) -> PackedSteps:
     return PackedSteps(sum(counts) / len(counts), pairs / whole)
 
 
-def _size(source: SampleSource, seq_length: int) -> str:
+def _size(source: SampleSource, seq_length: int, vision: VisionSection | None) -> str:
     """Describes the records of a source, or the samples of running text."""
     if not isinstance(source, SftDataset | PreferenceDataset):
         return f"{len(source):,} samples of {seq_length:,} tokens"
     cache = source.cache
-    images = "" if cache.images is None else f" ({len(cache.images.grids):,} images among them)"
+    images = ""
+    if cache.images is not None and vision is not None:
+        patches = cache.images.grids.prod(axis=1)
+        images = f" ({int(patches.sum()) // vision.patches_per_feature:,} of {len(patches):,} images, the largest of "
+        images += f"{patches.max():,} patches)"
     too_long = float((cache.lengths > seq_length + 1).mean())
     return (
         f"{cache.num_records:,} records, {cache.num_tokens:,} tokens{images}, the longest sequence has "

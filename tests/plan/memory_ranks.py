@@ -14,7 +14,8 @@ from mtrain.config import Config
 from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
 from tests.core.offload.copies import Copies
-from tests.parity.ranks import Built, build
+from tests.parity.batches import GlobalBatch
+from tests.parity.ranks import Built, build, own_microbatches
 from tests.plan.allocations import Allocations, LiveTensors, alive_bytes
 
 
@@ -40,11 +41,19 @@ def measured(groups: Groups, configs: Sequence[Config]) -> list[Measured]:
     return [_measured(groups, config) for config in configs]
 
 
-def _measured(groups: Groups, config: Config) -> Measured:
+def measured_with(groups: Groups, configs: Sequence[Config], batch: GlobalBatch) -> list[Measured]:
+    """Measures steps on this batch."""
+    return [_measured(groups, config, batch) for config in configs]
+
+
+def _measured(groups: Groups, config: Config, batch: GlobalBatch | None = None) -> Measured:
     built = build(groups, config)
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
     for _ in range(2):
-        batches = None if loader is None else loader.batches(0)
+        if batch is not None:
+            batches = own_microbatches(batch, groups, config)
+        else:
+            batches = None if loader is None else loader.batches(0)
         with Copies() as copies, Allocations() as forward:
             totals = built.training.forward_backward(batches)
         gradients = _gradients(built)

@@ -5,11 +5,14 @@ from typing import Any, final
 
 from mtrain.arch.features.feature import SMALL_HEAD_DIM, Feature, SmallRun
 from mtrain.base.tensor_slice import Sizes
+from mtrain.config.schema.data import AnyData, SftSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.vision import VisionSection
 
 PROJECTOR = ("merger.", "deepstack_merger_list.")
 """Prefixes of the projector's tensors."""
+_PATCHES_OF_IMAGE = 4096
+"""Patches of an image whose size is not limited: a megapixel of patches of 16 x 16 pixels."""
 
 
 @final
@@ -78,6 +81,44 @@ def trained_tower_sizes(vision: VisionSection | None, hidden_size: int) -> list[
 def num_frozen_parameters(vision: VisionSection | None, hidden_size: int) -> int:
     """Counts the parameters of a tower that are not trained."""
     return num_tower_parameters(vision, hidden_size) - sum(trained_tower_sizes(vision, hidden_size))
+
+
+def patches_of_tokens(vision: VisionSection | None, data: AnyData, tokens: int) -> tuple[int, int]:
+    """Returns the patches of a row of `tokens` tokens, and of one of its images, if all tokens are of large images; 0
+    for data that have no images.
+
+    An image has as many patches as `data.images.max_pixels` allows; without a limit, _PATCHES_OF_IMAGE.
+    """
+    if vision is None or not isinstance(data, SftSection):
+        return 0, 0
+    limit = data.images.max_pixels
+    patches = tokens * vision.patches_per_feature
+    return patches, min(patches, _PATCHES_OF_IMAGE if limit is None else limit // vision.patch_size**2)
+
+
+def kept_patch_elements(vision: VisionSection) -> int:
+    """Returns the elements per patch that a forward pass of the tower saves for its backward pass; parts below the
+    first trained one save nothing.
+
+    Measured on the modules of transformers, without statistics of norms and attention, and the cosines of positions.
+    """
+    width, num_mergers = vision.hidden_size, 1 + len(vision.deepstack)
+    # of each merger: inputs of its norm, of both projections and of the activation
+    mergers = (2 if vision.freeze_projector else 4) * width * num_mergers
+    if vision.freeze_tower:
+        return 0 if vision.freeze_projector else mergers
+    # the next layer saves the input of a deeper merger's norm anyway
+    mergers -= width * len(vision.deepstack)
+    # of each layer: inputs of both norms and three projections, queries, keys and values before and after rotation, and
+    # the output of attention; both sides of the activation
+    layers = vision.num_layers * (11 * width + 2 * vision.ffn_hidden_size)
+    return vision.patch_elements + layers + mergers
+
+
+def passing_patch_elements(vision: VisionSection, is_half: bool) -> int:
+    """Returns the largest number of elements per patch that exist only during a layer; rotation is in float32."""
+    width = vision.hidden_size
+    return max(2 * vision.ffn_hidden_size + 6 * width, (21 if is_half else 11) * width)
 
 
 def _merger(name: str, normed: int, merged: int, hidden_size: int) -> dict[str, Sizes]:

@@ -21,7 +21,8 @@ from mtrain.arch.activations import FP32_BYTES, element_bytes
 from mtrain.arch.adapters import trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS, kinds
 from mtrain.arch.features.feature import LayerPart, RankParameters, hidden_local, once_a_model
-from mtrain.arch.flops import mfu, num_attended_pairs, run_flops_per_token, sees_everything
+from mtrain.arch.features.vision import patches_of_tokens
+from mtrain.arch.flops import merger_passes, mfu, num_attended_pairs, run_flops_per_token, sees_everything
 from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.arch.memory import own_shard, root_elements, trained_parameters
 from mtrain.arch.parameters import output_columns
@@ -172,11 +173,35 @@ def _stages(work: Workload) -> list[StepCost]:
         stage, total = StepCost(), sum(counts.values())
         for kind, count in counts.items():
             _add(stage, work, costs[kind], count, count / total * _num_again(work, total))
+        if pp_rank == 0:
+            _add_tower(stage.time, work)
         if pp_rank == layout.pp - 1:
             stage.time.matrices += logits * (1 + _backward(work))
         stage.time.elementwise += _accumulation_seconds(work, pp_rank)
         stages.append(stage)
     return stages
+
+
+def _add_tower(time: StepTime, work: Workload) -> None:
+    """Adds the vision tower's products and elementwise kernels for a microbatch whose tokens are all of images."""
+    config, gpu, vision = work.config, work.cluster.gpu, work.config.model.vision
+    of_row, of_image = patches_of_tokens(vision, config.data, config.row_width)
+    if vision is None or of_row == 0:
+        return
+    patches = config.train.micro_batch_size * of_row / work.layout.num_sharing_images
+    width, wide, merged = vision.hidden_size, vision.ffn_hidden_size, vision.patches_per_feature * vision.hidden_size
+    sizes = ((3 * width, width), (width, width), (wide, width), (width, wide))
+    blocks = sum(product_seconds(work, patches, rows, depth) for rows, depth in sizes)
+    features = patches / vision.patches_per_feature
+    mergers = product_seconds(work, features, merged, merged)
+    mergers += product_seconds(work, features, config.model.hidden_size, merged)
+    attention = 2 * 2 * width * patches * of_image / (work.flops * gpu.attention_efficiency)
+    moved = TOUCHES * patches * (11 * width + 2 * wide) * work.element_bytes
+    passes = 1 + 2 * (not vision.freeze_tower)
+    time.matrices += passes * vision.num_layers * blocks
+    time.matrices += merger_passes(vision) * (1 + len(vision.deepstack)) * mergers
+    time.attention += (1 + 2.5 * (not vision.freeze_tower)) * vision.num_layers * attention
+    time.elementwise += passes * vision.num_layers * moved / gpu.memory_bandwidth
 
 
 @once_a_model

@@ -154,9 +154,12 @@ def test_a_page_has_only_images_that_browsers_show(monkeypatch: pytest.MonkeyPat
             assert image.size == {"JPEG": (512, 1024), "PNG": (1024, 512)}.get(name, size)
 
 
-def test_a_start_counts_the_images(make_run: MakeRun) -> None:
+def test_a_start_counts_the_images(make_run: MakeRun, vision_folder: Path, tmp_path: Path) -> None:
     config, findings = make_run(), Findings()
     look_at_files(config, findings)
     look_at_sizes(Epochs(config, Sources(config).training()), findings)
     assert findings.faults == []
-    assert any("(6 images among them)" in fact for _, fact in findings.facts)
+    grids = [processor_of(vision_folder).patches(path.read_bytes()).grid for path in tmp_path.glob("*.image")]
+    sizes = [int(grid.prod()) for grid in grids]
+    expected = f"tokens ({sum(sizes) // 4} of 6 images, the largest of {max(sizes)} patches)"
+    assert any(expected in fact for _, fact in findings.facts), findings.facts

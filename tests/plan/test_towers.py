@@ -1,0 +1,159 @@
+"""Memory, FLOPs and time of vision towers in `mtrain check` and `mtrain plan`, compared with transformers' modules."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain import arch
+from mtrain.arch.features.vision import kept_patch_elements, passing_patch_elements
+from mtrain.arch.layout import Layout
+from mtrain.config import Config
+from mtrain.config.schema.vision import VisionSection
+from mtrain.core.layers.vision import built_tower
+from mtrain.plan.search.cost import Workload, step_cost
+from mtrain.plan.search.hardware import Cluster, gpu_named
+from tests.config.samples import config
+from tests.config.test_vision import VISION
+from tests.parity.images import Picture, drawn
+from tests.plan.allocations import Allocations
+from tests.plan.memory_ranks import measured_with
+from tests.plan.test_memory_of_families import WIDE
+from tests.pool import Pool
+
+TOWER: dict[str, Any] = VISION | {
+    "num_layers": 3,
+    "hidden_size": 96,
+    "ffn_hidden_size": 256,
+    "rope_sections": (4, 2, 2),
+    "freeze_tower": False,
+    "freeze_projector": False,
+}
+FROZEN = {"freeze_tower": True, "freeze_projector": True}
+CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
+    "all": (Layout(), TOWER | {"deepstack": (0, 1)}, {}),
+    "all, bf16": (Layout(), TOWER, {"train__precision": "bf16"}),
+    "tower, recomputed": (Layout(), TOWER | {"freeze_projector": True}, {"train__recompute": "full"}),
+    "projector": (Layout(), TOWER | {"freeze_tower": True, "deepstack": (2,)}, {}),
+    "none": (Layout(), TOWER | FROZEN, {"model__num_layers": 1}),
+    "tower alone": (Layout(pp=2), TOWER | {"freeze_language_model": True}, {"layout__pp": 2}),
+    "shared": (Layout(tp=2, sp=True), TOWER, {"layout__tp": 2, "layout__sp": True}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_memory_of_a_tower_is_what_its_patches_take(name: str, pool: Pool) -> None:
+    """Every microbatch has an image of 24 x 16 patches and one of 4 x 4, which ranks that share the work divide."""
+    layout, vision, changes = CASES[name]
+    given = config(**{"train__precision": "fp32", **WIDE, "model__vision": vision, **changes})
+    batch = drawn([[Picture(2, 24, 16), Picture(110, 4, 4)]] * 4, 0, (128,))
+    ((found,), *_) = pool.run(measured_with, layout, [given], batch)
+    estimate = arch.memory_per_rank(given, layout, 0, 24 * 16 + (4 * 4 if layout.tp == 1 else 0))
+    states = (estimate.weights_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
+    assert (found.weights_bytes, found.gradients_bytes, found.optimizer_bytes) == states
+    whole = sum(states) + max(found.forward_backward_bytes, found.update_bytes)
+    assert estimate.total_bytes == pytest.approx(whole, rel=0.1)
+    text = arch.memory_per_rank(given, layout, 0)
+    assert text.activations_bytes < estimate.activations_bytes or vision["freeze_tower"], "random tokens have no images"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_patch_takes_what_transformers_saves_for_it(seed: int) -> None:
+    draw = random.Random(seed)
+    num_layers, heads, head_dim = draw.randint(1, 4), draw.randint(2, 4), draw.choice((48, 64))
+    section = VisionSection.model_validate(
+        VISION
+        | {
+            "num_layers": num_layers,
+            "hidden_size": heads * head_dim,
+            "ffn_hidden_size": draw.randint(100, 999),
+            "num_attention_heads": heads,
+            "deepstack": sorted(draw.sample(range(num_layers - 1), draw.randint(0, num_layers - 1))),
+            "freeze_tower": seed % 3 == 1,
+            "freeze_projector": seed % 3 == 2,
+        }
+    )
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    tower = built_tower(section, 64).to(dtype)
+    for name, parameter in tower.named_parameters():
+        is_merger = name.startswith(("merger", "deepstack_merger_list"))
+        parameter.requires_grad_(not (section.freeze_projector if is_merger else section.freeze_tower))
+    beside = saved_bytes(tower, section) / 160 - kept_patch_elements(section) * dtype.itemsize
+    # both cosines in float32; statistics of norms and attention, and weights of positions
+    assert 0 <= beside <= 2 * head_dim * 4 + 40 * (num_layers + 2)
+    tower.requires_grad_(False)
+    with Allocations() as passing:
+        tower(*inputs(section))
+    expected = 160 * passing_patch_elements(section, is_half=dtype.itemsize < 4) * dtype.itemsize
+    assert passing.peak == pytest.approx(expected, rel=0.25)
+
+
+def inputs(section: VisionSection) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns patches and grids of two images of 160 patches together."""
+    return torch.randn(160, section.patch_elements), torch.tensor([[1, 8, 12], [1, 4, 16]])
+
+
+def saved_bytes(tower: torch.nn.Module, section: VisionSection) -> int:
+    """Returns the bytes that autograd saves in a forward pass, without parameters."""
+    own = {parameter.untyped_storage()._cdata for parameter in tower.parameters()}
+    saved: dict[int, Any] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = tower(*inputs(section))
+    assert output.pooler_output.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in own)
+
+
+def with_images(vision: dict[str, Any] | None, **images: int) -> Config:
+    """Configures a run on records, which may have images in every token."""
+    data = {"kind": "sft", "seq_length": 1024, "train": [{"path": "a.jsonl"}], "tokenizer": "t", "images": images}
+    return config(model__hidden_size=512, data=data, model__vision=vision)
+
+
+LARGE = TOWER | {
+    "rope_sections": (16, 8, 8),
+    "hidden_size": 512,
+    "ffn_hidden_size": 2048,
+    "num_layers": 12,
+    "num_attention_heads": 8,
+}
+CLUSTER = Cluster(gpu_named("h100"))
+
+
+def seconds(given: Config, layout: Layout) -> float:
+    return step_cost(Workload(given, layout, CLUSTER)).time.total
+
+
+@pytest.mark.parametrize(
+    "vision", [LARGE, LARGE | {"freeze_tower": True}, LARGE | FROZEN], ids=["all", "projector", "none"]
+)
+def test_the_time_of_a_step_counts_the_products_of_the_tower(vision: dict[str, Any]) -> None:
+    given, text = with_images(vision), with_images(None)
+    flops = arch.run_flops_per_token(given) - arch.run_flops_per_token(text)
+    least = flops * 1024 * given.train.global_batch_size / CLUSTER.gpu.flops
+    added = seconds(given, Layout()) - seconds(text, Layout())
+    assert least < added < 4 * least
+
+
+def test_ranks_that_see_the_same_rows_share_the_time_of_the_tower() -> None:
+    def of_tower(layout: Layout) -> float:
+        return seconds(with_images(LARGE | FROZEN), layout) - seconds(with_images(None), layout)
+
+    alone = of_tower(Layout())
+    assert of_tower(Layout(tp=2)) == pytest.approx(alone, rel=0.01)
+    for shared in (Layout(tp=2, sp=True), Layout(cp=2)):
+        assert of_tower(shared) == pytest.approx(alone / 2, rel=0.1)
+
+
+def test_smaller_images_attend_to_fewer_patches() -> None:
+    given, small = with_images(LARGE | FROZEN), with_images(LARGE | FROZEN, max_pixels=64 * 4**2)
+    pairs = (arch.run_flops_per_token(given) - arch.run_flops_per_token(small)) * 1024
+    patches = 4 * 1024
+    assert pairs == pytest.approx(12 * 4 * 512 * patches * (4096 - 64))
