@@ -44,6 +44,7 @@ from mtrain.training.batches import (
 )
 from mtrain.training.build import agreed, build_step, of_teacher
 from mtrain.training.export import exported_through_checkpoint
+from mtrain.training.given_images import GivenImages
 from mtrain.training.resume import Progress, initialize, load_from, save_at
 from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.sampler import Completion, generate
@@ -111,6 +112,11 @@ class Engine(Turns):
     def device(self) -> torch.device:
         """Returns the device of this rank."""
         return self._groups.device
+
+    @property
+    def images(self) -> GivenImages:
+        """Returns the reader of images in samples and prompts."""
+        return self._batches.images
 
     def forward(
         self,
@@ -256,6 +262,7 @@ class Engine(Turns):
         sampling: SamplingParams | None = None,
         max_sequences: int = 64,
         routed_experts: bool = False,
+        images: Sequence[Sequence[Any]] | None = None,
     ) -> list[Completion]:
         """Generates an answer to each prompt with the current weights, with its log-probabilities; no dropout.
 
@@ -268,18 +275,22 @@ class Engine(Turns):
             max_sequences: Most answers in progress on a data-parallel or context-parallel rank, for which the key/value
                 cache is allocated.
             routed_experts: Whether to return each token's experts, for `Datum.routed_experts`.
+            images: Images of each prompt, as in `Datum.images`; its token ids have all tokens of each image. None: no
+                prompt has any.
 
         Returns:
             Answer to each prompt, on every rank.
 
         Raises:
             ConfigError: The model's layers cannot generate, or routed experts are requested of a model without experts.
+            DataError: An image cannot be read, or a prompt does not have its tokens.
             NumericError: The logits are not finite.
             ValueError: A prompt is empty, or contains a number that is not an id of the vocabulary.
         """
         model = self._built().model
         model.sharded.gather_parameters()
-        return generate(model, prompts, sampling, max_sequences, routed_experts)
+        given = self._batches.images.of_prompts(prompts, images)
+        return generate(model, prompts, sampling, max_sequences, routed_experts, given)
 
     def save(self, run_dir: Path | str | None = None) -> Path:
         """Saves weights, optimizer and step, complete when this returns.

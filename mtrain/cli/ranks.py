@@ -75,6 +75,10 @@ def generate(
         Path | None,
         typer.Option(help="One prompt per line; .jsonl: objects with prompt or messages.", show_default=False),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="Image before the text of each --prompt, as in a chat; repeatable.", show_default=False),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[
@@ -92,17 +96,21 @@ def generate(
     """
     if not prompt and prompts_file is None:
         raise typer.BadParameter("no prompt is given; add --prompt TEXT, or --prompts-file FILE", param_hint="--prompt")
+    if image and not prompt:
+        raise typer.BadParameter("an image needs a question; add --prompt TEXT", param_hint="--image")
     if not 0 < top_p <= 1:
         raise typer.BadParameter(f"{top_p} must be above 0 and at most 1; 1: all tokens", param_hint="--top-p")
     with one_message(this_rank()):
         require_ground()
         from mtrain.training.sampling.generate import generate_text  # loads torch
         from mtrain.training.sampling.params import SamplingParams
-        from mtrain.training.sampling.prompts import read_prompts, shown
+        from mtrain.training.sampling.prompts import after_images, read_prompts, shown
 
-        questions = [*(prompt or []), *(read_prompts(prompts_file) if prompts_file is not None else [])]
+        asked = after_images(prompt or [], image or [])
+        questions = [*asked, *(read_prompts(prompts_file) if prompts_file is not None else [])]
+        folder = Path() if prompts_file is None else prompts_file.parent
         sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed)
-        texts = generate_text(model, questions, sampling, chat)
+        texts = generate_text(model, questions, sampling, chat, folder)
         if RankEnvironment.from_environ(os.environ).rank > 0:
             return
     for question, answer in zip(questions, texts):

@@ -58,7 +58,6 @@ def images(config: Sections) -> Iterator[str]:
         "train.overlap_param_gather=true": train.overlap_param_gather,
         "loss.teacher": config.loss.teacher is not None,
         f"loss.function={config.loss.function}": compared(config.loss, config.data) is not None,
-        "eval.prompts": config.eval.has_prompts,
         "model.backend=te": config.model.backend == "te",
     }
     for name in (name for name, holds in unable.items() if holds):

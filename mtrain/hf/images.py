@@ -66,11 +66,15 @@ class ImageProcessor:
         """Pickles the arguments only; each process loads the processor itself."""
         return ImageProcessor, self._arguments
 
+    def load(self) -> None:
+        """Loads the processor; raises DataError or MachineError if that is impossible."""
+        _ = self._processor
+
     def num_features(self, grid: Sequence[int] | NDArray[np.int64]) -> int:
         """Returns the number of tokens that an image takes."""
         return math.prod(map(int, grid)) // self._merge_size**2
 
-    def axes(self, ids: NDArray[np.int32], grids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def axes(self, ids: NDArray[np.integer[Any]], grids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the rotary positions of one document, [n, 3]: time, height and width, from 0.
 
         A text token has the same position on all axes. The positions of an image start after those of the previous text
@@ -96,14 +100,15 @@ class ImageProcessor:
         _count(axes[token:], position)
         return axes
 
-    def check(self, content: bytes) -> None:
-        """Refuses an image that would silently lose content or fill the memory."""
+    def check(self, content: bytes) -> int:
+        """Refuses an image that would silently lose content or fill the memory; returns its number of pixels."""
         Image = _pillow()  # noqa: N806 - a module
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(io.BytesIO(content)) as image:
                     mode, file_format = image.mode, image.format
+                    num_pixels: int = image.width * image.height
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise DataError(f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels; scale it down") from None
         except Exception as fault:  # whatever a damaged file makes a decoder raise
@@ -115,6 +120,7 @@ class ImageProcessor:
                 f"has more than 8 bits per channel (Pillow's mode {mode}), which transformers would clip to white; "
                 "convert it to 8 bits"
             )
+        return num_pixels
 
     def patches(self, content: bytes) -> Patches:
         """Computes the patches of an image from the content of its file; errors do not name the image."""

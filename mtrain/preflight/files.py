@@ -50,7 +50,8 @@ def look_at_files(config: Config, findings: Findings) -> None:
 
             section = config.eval
             further = [] if section.prompts_file is None else read_prompts(Path(section.prompts_file))
-            questions = questions_of(config, tokenizer, [*section.prompts, *further], section.chat)
+            folder = Path(section.prompts_file or ".").parent
+            questions = questions_of(config, tokenizer, [*section.prompts, *further], section.chat, folder=folder)
             longest = max(len(question.ids) for question in questions)
             findings.fact("prompts", f"{len(questions)} of eval, the longest of {longest} tokens")
 

@@ -17,6 +17,7 @@ from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.datum import Datum, check_temperature, named_choices, sample_of
 from mtrain.core.batch.order import slots
+from mtrain.core.batch.sample import Sample
 from mtrain.core.batch.zigzag import zigzag_index_on
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.recorded_choices import RecordedChoices
@@ -28,6 +29,7 @@ from mtrain.core.step.loss import FurtherScore, label_log_probs
 from mtrain.core.step.results import ForwardResult
 from mtrain.core.step.scoring_pass import sequence_scores
 from mtrain.data.loader import Given, RowPlan, RowsOfRank
+from mtrain.training.given_images import GivenImages
 
 _TYPE = "{} of type {}, but must be {}"
 _NOTHING = "the {} no sample, but at least one is needed; skip the call if there is none"
@@ -48,6 +50,8 @@ class GlobalBatches:
 
     def __init__(self, config: Config, groups: Groups) -> None:
         self._config, self._groups = config, groups
+        self.images = GivenImages(config.model, config.data)
+        """Reader of the images of samples and prompts."""
         self._rows = RowsOfRank(config, groups.dp_rank, groups.layout.dp)
 
     def split(self, batch: Sequence[Datum], extras: Sequence[str] = (), has_first: bool = True) -> SplitBatch:
@@ -72,13 +76,16 @@ class GlobalBatches:
             yield self._split(batch, size, extras, number == 0).microbatches
 
     def _split(self, batch: Sequence[Datum], size: int, extras: Sequence[str], has_first: bool) -> SplitBatch:
-        samples = Given([sample_of(datum, f"sample {slot}", self._config, extras) for slot, datum in enumerate(batch)])
+        samples = Given([self._sample(datum, f"sample {slot}", extras) for slot, datum in enumerate(batch)])
         plan = self._rows.plan(samples, size)
         if self._groups.tp_rank > 0:
             return SplitBatch(samples, plan, None)
         # the loss function of the call determines the extras of a batch
         rows = RowsOfRank(self._config, self._groups.dp_rank, self._groups.layout.dp, extras=extras)
         return SplitBatch(samples, plan, rows.microbatches(plan, samples, has_first))
+
+    def _sample(self, datum: Datum, name: str, extras: Sequence[str]) -> Sample:
+        return self.images.with_images(sample_of(datum, name, self._config, extras), datum.images, name)
 
 
 def checked_config(config: object) -> Config:

@@ -26,7 +26,7 @@ from mtrain.config import Config
 from mtrain.config.schema.loss import MAIN_TERM, LossSection, TermSection, depth_term
 from mtrain.core.batch.batch import DOCUMENT_STARTS, FieldPath, Microbatch, MtpTargets
 from mtrain.core.batch.choices import choice_shapes
-from mtrain.core.batch.images import MicrobatchImages
+from mtrain.core.batch.images import MicrobatchImages, SampleImages
 from mtrain.core.batch.sample import Sample
 from mtrain.core.loss.aggregation import TokenTerms, aggregate
 
@@ -168,7 +168,11 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
             name: _as_rows(placed, partial(_choice, name, shape), form.width, np.int32, shape, filler=-1)
             for name, shape in form.choices.items()
         },
-        images=_images(placed, form, positions),
+        images=joined_images(
+            [[(piece.sample.images, piece.sample.width) for piece in row] for row in placed],
+            positions,
+            form.patches_per_feature,
+        ),
         num_sequences=num_sequences,
         num_padding_tokens=is_text.numel() - int(is_text.sum()),
         # by weights, not by the mask, since a sample of weight 0 has no loss tokens
@@ -197,26 +201,34 @@ def _source(piece: _PlacedSample) -> NDArray[np.int64]:
     return np.full(piece.sample.width, -1 if piece.sample.source is None else piece.sample.source)
 
 
-def _images(rows: Sequence[Sequence[_PlacedSample]], form: RowForm, positions: Tensor) -> MicrobatchImages | None:
-    """Joins the images of all samples; None if no sample has any."""
-    found = [images for row in rows for piece in row if (images := piece.sample.images) is not None]
+def joined_images(
+    rows: Sequence[Sequence[tuple[SampleImages | None, int]]], positions: Tensor, patches_per_feature: int | None
+) -> MicrobatchImages | None:
+    """Joins the images of all samples; None if no sample has any.
+
+    Args:
+        rows: Images and width of each sample of each row.
+        positions: Rotary positions of text, [rows, width] int64 on the CPU; samples with images have their own.
+        patches_per_feature: Number of patches that become one feature; None for a model without a tower.
+    """
+    found = [images for row in rows for images, _ in row if images is not None]
     if not found:
         return None
-    if form.patches_per_feature is None:
+    if patches_per_feature is None:
         raise DataError("a sample has images, but the model reads text; set model.vision, or leave the images out")
     # tokens of text have one position on all axes
     places, axes = torch.full_like(positions, -1), positions.unsqueeze(-1).repeat(1, 1, 3)
     num_features = 0
     for row, pieces in enumerate(rows):
         begin = 0
-        for piece in pieces:
-            images, place = piece.sample.images, slice(begin, begin + piece.sample.width)
+        for images, width in pieces:
+            place = slice(begin, begin + width)
             begin = place.stop
             if images is not None:
                 own = torch.from_numpy(images.places)
                 places[row, place] = torch.where(own < 0, own, own + num_features)
                 axes[row, place] = torch.from_numpy(images.axes)
-                num_features += len(images.pixels) // form.patches_per_feature
+                num_features += len(images.pixels) // patches_per_feature
     pixels, grids = (np.concatenate([getattr(images, name) for images in found]) for name in ("pixels", "grids"))
     return MicrobatchImages(torch.from_numpy(pixels), torch.from_numpy(grids), places, axes)
 

@@ -30,7 +30,7 @@ class Datum:
     is predicted. Integers of Python or numpy, or a tensor of integers; floats and booleans are refused."""
     weights: Sequence[float] | None = None
     """Weight of predicting each token, at least 0: 0 for a prompt, and True in a mask counts as 1. The first is
-    ignored. None: every token has weight 1."""
+    ignored. None: every token has weight 1, but those of images."""
     weight: float = 1.0
     """Weight of the whole sequence, at least 0."""
     extras: Mapping[str, Sequence[Sequence[float]] | Sequence[float] | NDArray[np.float32] | float] = field(
@@ -49,6 +49,10 @@ class Datum:
     a tensor): len(input_ids) - 1 rows, as vLLM, SGLang and `Engine.generate` return them, or len(input_ids) rows, and
     then the last is ignored; all layers of the model, where dense ones are ignored. -1 for all k lets the router
     choose. None: the router always chooses."""
+    images: Sequence[Any] = ()
+    """Images of a model with `model.vision`, in the order of their tokens: the bytes of an image file, its path, or a
+    part of a message as in finetuning data, such as {"type": "image", "base64": ...}. `input_ids` have all tokens of
+    each image, as the processor of transformers writes them."""
     member: GroupMember | None = None
     """Membership in a group, for losses that compare whole sequences such as dpo; None outside a group."""
     label: float | None = None
@@ -86,7 +90,9 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
         ids = np.asarray(datum.input_ids)
     elif datum.label is not None:
         raise _fault(f"{name} has label={datum.label}, but the model has no head; set model.num_labels, or remove it")
-    weights = np.ones(len(ids)) if datum.weights is None else _numbers(datum.weights, f"{name}: weights")
+    vision = config.model.vision
+    every = np.ones(len(ids)) if vision is None else (ids != vision.image_token).astype(np.float64)
+    weights = every if datum.weights is None else _numbers(datum.weights, f"{name}: weights")
     if weights.shape != ids.shape:
         raise _fault(
             f"{name} has {len(ids)} input_ids, but weights of shape {list(weights.shape)}; give one weight per token"

@@ -32,6 +32,11 @@ class SampleImages:
     """[n, 3]: rotary positions (time, height, width) of each token, from 0 in the sample; from 0 in each document if
     data.isolate_documents separates the documents of a sample."""
 
+    @property
+    def next_position(self) -> int:
+        """Returns the rotary position, on all axes, of a token of text that follows the sample."""
+        return int(self.axes.max()) + 1
+
 
 @dataclass(frozen=True)
 class MicrobatchImages:

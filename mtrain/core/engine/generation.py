@@ -19,6 +19,8 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.batch import Microbatch
+from mtrain.core.batch.collate import joined_images
+from mtrain.core.batch.images import SampleImages
 from mtrain.core.engine.schedule import evaluating
 from mtrain.core.layers.attention.key_source import CachedPass, Remembering, remembering
 from mtrain.core.layers.build import run_chunk, unwrap
@@ -36,6 +38,10 @@ class PassTokens:
     start: int
     """Position of the first token; 0 for a prompt."""
     tokens: Sequence[int]
+    images: SampleImages | None = None
+    """Images among the tokens of a prompt, of which it contains all tokens."""
+    shift: int = 0
+    """Rotary position of a token after images, minus its position in the sequence; 0 without images."""
 
 
 class CachedModel:
@@ -87,25 +93,33 @@ class CachedModel:
         """Concatenates pieces to a row, padded to the necessary multiple; also returns the last index of each piece."""
         tokens: list[int] = []
         positions: list[int] = []
+        rotary: list[int] = []
         sequences: list[int] = []
         starts: list[int] = []
         ends: list[int] = []
         for piece in pieces:
             starts += [len(tokens)] * len(piece.tokens)
             positions += range(piece.start, piece.start + len(piece.tokens))
+            rotary += range(piece.start + piece.shift, piece.start + piece.shift + len(piece.tokens))
             sequences += [piece.sequence] * len(piece.tokens)
             tokens += piece.tokens
             ends.append(len(tokens) - 1)
         # padded to at least one multiple, since experts and stages need a row
         missing = -len(tokens) % self._multiple if tokens else self._multiple
         starts += [len(tokens)] * missing
-        tokens, positions = tokens + [0] * missing, positions + [0] * missing
+        tokens, positions, rotary = (values + [0] * missing for values in (tokens, positions, rotary))
         sequences += [self._reading.filler] * missing
         self._reading.read(sequences, positions, of_prompts)
-        row = torch.tensor([tokens], dtype=torch.int64, device=self._groups.device)
-        row_positions = torch.tensor([positions], dtype=torch.int64, device=self._groups.device)
+        row, row_positions = (torch.tensor([values], dtype=torch.int64) for values in (tokens, rotary))
         documents = torch.tensor([starts], dtype=torch.int32) if of_prompts else None
-        return Microbatch(row, row, row_positions, {}, {}, documents, None), ends
+        vision = self._config.model.vision
+        images = joined_images(
+            [[(piece.images, len(piece.tokens)) for piece in pieces]],
+            row_positions,
+            None if vision is None else vision.patches_per_feature,
+        )
+        batch = Microbatch(row, row, row_positions, {}, {}, documents, None, images=images)
+        return batch.map(lambda values: values.to(self._groups.device)), ends
 
     def _through_stages(self, batch: Microbatch) -> Logits | None:
         """Runs the row through the stages; returns logits on the last stage, None on other ranks."""

@@ -8,6 +8,7 @@ over these ranks, so gradients of the tower are sums over all ranks, like those 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -19,11 +20,12 @@ from mtrain.arch.features.vision import PROJECTOR
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.vision import VisionSection
 from mtrain.core.batch.images import MicrobatchImages
+from mtrain.core.layers.attention.key_source import CachedPass, Remembering
 from mtrain.core.layers.own_parameters import ShardedOffsets
 from mtrain.core.ranks.groups import Groups, to_device
 
 
-class VisionTower(MegatronModule):
+class VisionTower(MegatronModule, Remembering):
     """Encodes images, and replaces embeddings by their features."""
 
     def __init__(self, section: VisionSection, hidden_size: int, config: TransformerConfig, groups: Groups) -> None:
@@ -32,7 +34,9 @@ class VisionTower(MegatronModule):
         self._hidden_size, self._width = hidden_size, hidden_size * (1 + len(section.deepstack))
         self._device, self._tp = groups.device, groups.tp
         # without sequence parallelism, ranks of TP see the same tokens and do the same work
-        self._sharing = groups.collection.tp_cp if config.sequence_parallel else groups.cp
+        self._in_training = groups.collection.tp_cp if config.sequence_parallel else groups.cp
+        self._in_generation = groups.tp if config.sequence_parallel else None
+        self._sharing: dist.ProcessGroup | None = self._in_training
         self.tower = built_tower(section, hidden_size)
         self.to(config.params_dtype)
         for name, parameter in self.tower.named_parameters():
@@ -67,23 +71,28 @@ class VisionTower(MegatronModule):
         rows, *deep = torch.split(functional.embedding(numbers, table, padding_idx=0), self._hidden_size, dim=-1)
         return torch.where((numbers > 0).unsqueeze(-1), rows, embedded).contiguous(), deep
 
+    def remember(self, reading: CachedPass | None) -> None:
+        """Shares the work in generation only with ranks that read the same prompts, which those of CP do not."""
+        self._sharing = self._in_training if reading is None else self._in_generation
+
     def _features(self, images: MicrobatchImages) -> Tensor:
         """Returns the features of all images, [features, hidden x (1 + deeper layers)]. Collective over the ranks that
         share the work."""
         patches = images.grids.prod(dim=1).tolist()
-        shares = divided(patches, self._sharing.size())
-        share = shares[self._sharing.rank()]
+        group = self._sharing
+        shares = divided(patches, 1 if group is None else group.size())
+        share = shares[0 if group is None else group.rank()]
         if share:
             features = self._encoded(images, patches, share)
         else:
             dtype = next(self.tower.parameters()).dtype
             features = self._connected(torch.zeros(0, self._width, dtype=dtype, device=self._device))
-        if len(shares) == 1:
+        if group is None or len(shares) == 1:
             return features
         counts = [patch_count // self._per_feature for patch_count in patches]
         longest = max(sum(counts[image] for image in numbers) for numbers in shares)
         padded = functional.pad(features, (0, 0, 0, longest - len(features)))
-        gathered = gather_from_sequence_parallel_region(padded, group=self._sharing)
+        gathered = gather_from_sequence_parallel_region(padded, group=group)
         rows: dict[int, range] = {}
         for rank, numbers in enumerate(shares):
             begin = rank * longest

@@ -29,7 +29,7 @@ from mtrain.data.chat.sandbox import Cut, LimitError, NotRendered, Renderer, Ren
 from mtrain.data.chat.shown import check_shown
 from mtrain.data.chat.spans import SpecialTexts, UntrainableError, refused, special_texts
 from mtrain.data.chat.template import ChatTemplate, ChatTemplates
-from mtrain.data.encoding.images import image_reader
+from mtrain.data.encoding.images import ReadImage, image_reader
 from mtrain.hf.images import ImageProcessor
 from mtrain.hf.tokenizer.tokenizer import EncodedText, Tokenizer
 
@@ -59,6 +59,14 @@ class Ends(NamedTuple):
     """Tokens that end answers; the one that ends plain text comes first."""
     inside: list[int]
     """Tokens that occur inside answers."""
+
+
+class ChatPrompt(NamedTuple):
+    """Messages and the beginning of an answer."""
+
+    ids: list[int]
+    """Token ids, with all tokens of each image."""
+    images: tuple[EncodedImage, ...]
 
 
 class ChatEncoder:
@@ -93,13 +101,15 @@ class ChatEncoder:
 
     def encode(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:
         """Encodes a record; paths of its images are relative to `folder`."""
-        read_image = None if self._images is None else image_reader(self._images, folder)
-        conversation = conversation_of(record, self._options.ignored, self._options.loss_on, read_image)
+        conversation = conversation_of(record, self._options.ignored, self._options.loss_on, self._reader(folder))
         form, conversation = self._read(conversation)
         try:
             return self._sample(form, conversation)
         except UntrainableError as fault:
             raise DataError(f"{fault.why}; {self._advice(form, conversation, fault)}") from None
+
+    def _reader(self, folder: Path) -> ReadImage | None:
+        return None if self._images is None else image_reader(self._images, folder)
 
     def _sample(self, form: _Format, conversation: Conversation) -> TokenizedSample:
         rendering = self._rendered(form, conversation)
@@ -146,10 +156,15 @@ class ChatEncoder:
         accepted = [text for text, other in ways if is_taken(other)]
         return f"set {' or '.join(accepted)}, which avoids this, or {fault.remedy}" if accepted else fault.remedy
 
-    def prompt(self, record: dict[str, Any]) -> list[int]:
-        """Returns the ids of messages and the beginning of an answer, encoded as in training, for sampling."""
-        form, conversation, text = self._written(record, begins_answer=True)
-        return self._encoded(form, conversation, Cut(len(conversation.messages), True), text, []).ids
+    def prompt(self, record: dict[str, Any], folder: Path = HERE) -> ChatPrompt:
+        """Encodes messages and the beginning of an answer as in training, for sampling; paths of images are relative to
+        `folder`."""
+        form, conversation, text = self._written(record, begins_answer=True, folder=folder)
+        ids = self._encoded(form, conversation, Cut(len(conversation.messages), True), text, []).ids
+        if self._images is not None:
+            whole = np.array(ids, np.int32)
+            ids = with_features(whole, np.zeros(len(ids), np.float32), conversation.images, self._images)[0].tolist()
+        return ChatPrompt(ids, conversation.images)
 
     def text(self, messages: Sequence[Mapping[str, Any]], begins_answer: bool) -> str:
         """Applies the template to messages; adds the beginning of an answer, or ends after the last message's content,
@@ -160,8 +175,10 @@ class ChatEncoder:
         before, content, _ = text.rpartition(str(messages[-1]["content"]).strip())
         return before + content
 
-    def _written(self, record: dict[str, Any], begins_answer: bool) -> tuple[_Format, Conversation, str]:
-        conversation = conversation_of(record, self._options.ignored, None)
+    def _written(
+        self, record: dict[str, Any], begins_answer: bool, folder: Path = HERE
+    ) -> tuple[_Format, Conversation, str]:
+        conversation = conversation_of(record, self._options.ignored, None, self._reader(folder))
         form, conversation = self._read(conversation)
         text = self._renderer(form, conversation).render(Cut(len(conversation.messages), begins_answer))
         if isinstance(text, NotRendered):

@@ -105,11 +105,19 @@ def image_reader(processor: ImageProcessor, folder: Path) -> ReadImage:
     return partial(_read, processor, folder)
 
 
+def content_of(part: Mapping[str, Any], name: str, folder: Path) -> tuple[bytes, str | None, Mapping[str, int] | None]:
+    """Returns the content of the image of a part and, if it is in a file, the path and the state of that file, as in
+    `EncodedImage`; raises DataError if there is none, or if it cannot be read."""
+    source = _source(part, name)
+    if isinstance(source, bytes):
+        return source, None, None
+    content, state = _file(folder / source, name)
+    return content, source, state
+
+
 def _read(processor: ImageProcessor, folder: Path, part: Mapping[str, Any], name: str) -> EncodedImage:
-    source, file, state = _source(part, name), None, None
-    if isinstance(source, str):
-        file, (source, state) = source, _file(folder / source, name)
-        name = f"{name}: {file}"
+    source, file, state = content_of(part, name, folder)
+    name = name if file is None else f"{name}: {file}"
     try:
         processor.check(source)
         frames, rows, columns = map(int, processor.patches(source).grid)

@@ -1,6 +1,7 @@
 """Images of samples: cuts between images, and the patches, features and positions of a piece."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +10,7 @@ from mtrain.base.errors import DataError
 from mtrain.core.batch.images import SampleImages
 from mtrain.core.batch.sample import EncodedImage, TokenizedSample
 from mtrain.data.cache.entry import TokenCache
-from mtrain.hf.images import ImageProcessor
+from mtrain.hf.images import ImageProcessor, Patches
 
 
 def spans(cache: TokenCache, index: int, processor: ImageProcessor) -> NDArray[np.int64]:
@@ -64,13 +65,24 @@ def images_of(record: TokenizedSample, start: int, end: int, processor: ImagePro
     if not images:
         return None
     patches = [processor.patches(image.content) for image in images]
-    grids = np.array([image.grid for image in images], np.int64)
-    if not np.array_equal(grids, [patch.grid for patch in patches]):
+    if [image.grid for image in images] != [tuple(patch.grid.tolist()) for patch in patches]:
         raise DataError(
             "is resized to different rows and columns than when the data were tokenised; use the same version of "
             "transformers, or remove the token cache (data.cache_dir)"
         )
-    ids = record.ids[start : end - 1]
-    is_image = ids == processor.image_token
-    places = np.where(is_image, np.cumsum(is_image) - 1, -1)
-    return SampleImages(np.concatenate([each.pixels for each in patches]), grids, places, processor.axes(ids, grids))
+    return placed(record.ids[start : end - 1], patches, processor)
+
+
+def placed(ids: NDArray[np.integer[Any]], patches: Sequence[Patches], processor: ImageProcessor) -> SampleImages:
+    """Places images among token ids, [n], which contain all tokens of each.
+
+    Image tokens beyond those of the images are text, which a model may have drawn.
+    """
+    grids = np.array([patch.grid for patch in patches], np.int64)
+    number = np.cumsum(ids == processor.image_token) - 1
+    num_features = sum(map(processor.num_features, grids))
+    places = np.where((ids == processor.image_token) & (number < num_features), number, -1)
+    pixels = [each.pixels for each in patches]
+    # no copy of a single image, which many rollouts may share
+    whole = pixels[0] if len(pixels) == 1 else np.concatenate(pixels)
+    return SampleImages(whole, grids, places, processor.axes(ids, grids))

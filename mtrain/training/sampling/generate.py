@@ -24,6 +24,7 @@ from mtrain.config import Config
 from mtrain.config.load import with_overrides
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.convert.origin import source_of_run
+from mtrain.core.batch.sample import HERE
 from mtrain.core.engine.generation import refuse_uncachable
 from mtrain.core.engine.rank_model import RankModel, build_rank_model
 from mtrain.core.ranks.deterministic import deterministic
@@ -42,7 +43,7 @@ from mtrain.training.build import Run
 from mtrain.training.evaluate import Due, due_of_eval
 from mtrain.training.resume import initialize, load_base
 from mtrain.training.sampling.params import SamplingParams
-from mtrain.training.sampling.prompts import Prompt, Question, questions_of, read_prompts, shown
+from mtrain.training.sampling.prompts import Prompt, Question, has_images, questions_of, read_prompts, shown
 from mtrain.training.sampling.sampler import Completion, generate
 
 _log = logging.getLogger(__name__)
@@ -107,22 +108,25 @@ def _config_of(side_files: Path, model: dict[str, Any], overrides: Sequence[str]
     return with_overrides(sections, overrides).config(resolved)
 
 
-def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParams, as_chat: bool = False) -> list[str]:
+def generate_text(
+    path: Path, prompts: Sequence[Prompt], sampling: SamplingParams, as_chat: bool = False, folder: Path = HERE
+) -> list[str]:
     """Continues or answers each prompt, with several ranks on the layout of the run. Collective over the world.
 
     Args:
         prompts: Texts to continue, messages of a user, or conversations.
         sampling: Rules for drawing tokens; the tokens that end a text of this model are added.
         as_chat: Whether each text is a user's message, formatted by the chat template.
+        folder: Folder from which the paths of images in prompts count.
 
     Returns:
         Continuations without the prompts; the same on all ranks.
     """
-    source = model_at(path)
+    source = _model_for(path, prompts)
     if source.config.data.tokenizer is None:
         raise ConfigError("data.tokenizer is not set; name the tokenizer that the run was trained with")
     tokenizer = tokenizer_of(source.config)
-    questions = questions_of(source.config, tokenizer, prompts, as_chat, declared_ends(source.origin))
+    questions = questions_of(source.config, tokenizer, prompts, as_chat, declared_ends(source.origin), folder)
     sampling = replace(
         sampling, stop_token_ids=sampling.stop_token_ids.union(*(question.stop_ids for question in questions))
     )
@@ -137,8 +141,29 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
         layout = Layout.from_config(config, dist.get_world_size())
         with opened_groups(layout, device, config.train.seed, timeout_s) as groups:
             model = loaded_model(source.entry, config, groups)
-            completions = generate(model, [question.ids for question in questions], sampling)
+            completions = _answers(model, questions, sampling)
     return [answer_text(tokenizer, completion, sampling.stop_token_ids) for completion in completions]
+
+
+def _model_for(path: Path, prompts: Sequence[Prompt]) -> Model:
+    """Finds the model; of a Hugging Face folder also the vision tower, if a prompt has images."""
+    source = model_at(path)
+    if source.config.model.vision is not None or not any(map(has_images, prompts)):
+        return source
+    if source.entry is not None:
+        raise ConfigError(
+            f"a prompt has images, but {path} was trained without model.vision; export it, which copies the vision "
+            "tower, and name the export"
+        )
+    try:
+        return model_at(path, ["model.vision={}"])
+    except DataError as fault:
+        raise DataError(f"a prompt has images, but the model in {path} cannot read them: {fault}") from None
+
+
+def _answers(model: RankModel, questions: Sequence[Question], sampling: SamplingParams) -> list[Completion]:
+    ids, images = [question.ids for question in questions], [question.images for question in questions]
+    return generate(model, ids, sampling, images=images)
 
 
 def answer_text(tokenizer: Tokenizer, completion: Completion, stop_ids: Set[int]) -> str:
@@ -209,8 +234,7 @@ class PromptSamples:
         """Answers the prompts with the current weights; writes the answers to the file and to sinks that show texts.
         Collective over the world."""
         run.model.sharded.gather_parameters()
-        ids = [question.ids for question in self._questions]
-        completions = generate(run.model, ids, self._sampling)
+        completions = _answers(run.model, self._questions, self._sampling)
         if self._is_first_rank:
             self._write(completions, step, sinks)
 
@@ -225,7 +249,8 @@ class PromptSamples:
         further = [] if section.prompts_file is None else read_prompts(Path(section.prompts_file))
         self._prompts = [*section.prompts, *further]
         ends = declared_ends(source_of_run(config).origin)
-        return questions_of(config, self._tokenizer, self._prompts, section.chat, ends)
+        folder = HERE if section.prompts_file is None else Path(section.prompts_file).parent
+        return questions_of(config, self._tokenizer, self._prompts, section.chat, ends, folder)
 
     def _write(self, completions: Sequence[Completion], step: int, sinks: Sinks) -> None:
         assert self._lines is not None, "`begin` opens it"

@@ -9,6 +9,7 @@ layout nor other answers change an answer, and the random states of training are
 """
 
 import hashlib
+import itertools
 import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from mtrain.base.errors import NumericError
 from mtrain.config.extras import ROUTED_EXPERTS
+from mtrain.config.schema.vision import VisionSection
+from mtrain.core.batch.images import SampleImages
 from mtrain.core.batch.numbers import token_ids, whole_number
 from mtrain.core.engine.generation import CachedModel, PassTokens, cached_model
 from mtrain.core.engine.rank_model import RankModel
@@ -52,6 +55,19 @@ class Completion:
     `Datum.routed_experts`; -1 in dense layers. None if not requested."""
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    """Prompt to answer."""
+
+    ids: list[int]
+    images: SampleImages | None
+
+    @property
+    def shift(self) -> int:
+        """Returns the rotary position after the prompt, minus its length: an image has fewer positions than tokens."""
+        return 0 if self.images is None else self.images.next_position - len(self.ids)
+
+
 @dataclass
 class _Answer:
     """Answer that is being generated."""
@@ -60,7 +76,6 @@ class _Answer:
     """Number of the prompt."""
     sequence: int
     """Index of the answer's sequence in the key/value cache."""
-    prompt_length: int
     ids: list[int] = field(default_factory=list)
     rows: list[list[float]] = field(default_factory=list)
 
@@ -71,6 +86,7 @@ def generate(
     sampling: SamplingParams | None,
     max_sequences: int = 64,
     routed_experts: bool = False,
+    images: Sequence[SampleImages | None] = (),
 ) -> list[Completion]:
     """Generates an answer to each prompt. Collective over the world; the random states of training do not change.
 
@@ -79,14 +95,17 @@ def generate(
 
     Args:
         model: Model of this rank with gathered parameters; unchanged afterwards. Others as for `Engine.generate`.
+        images: Images of each prompt, which contains all of their tokens; empty if no prompt has any.
     """
     config, groups, chunks = model.config, model.groups, model.chunks
-    prompts, sampling = _checked(prompts, config.model.vocab_size, sampling, max_sequences)
+    ids, sampling = _checked(prompts, config.model.vocab_size, sampling, max_sequences)
+    _check_image_tokens(ids, images, config.model.vision)
+    asked = [_Prompt(*each) for each in itertools.zip_longest(ids, images)]
     layout, device = groups.layout, groups.device
     replica, num_replicas = groups.dp_rank * layout.cp + groups.cp_rank, layout.dp * layout.cp
     numbers = range(replica, len(prompts), num_replicas)
     # the same on all ranks
-    length = max((len(prompt) for prompt in prompts), default=0) + sampling.max_new_tokens
+    length = max((len(prompt.ids) for prompt in asked), default=0) + sampling.max_new_tokens
     num_sequences = max(1, min(max_sequences, -(-len(prompts) // num_replicas)))
     # ids as float64 as well, which is exact: one all-reduce for all
     drawn = torch.zeros(
@@ -98,7 +117,7 @@ def generate(
         cached_model(config, groups, chunks, num_sequences, length) as cached,
         nullcontext() if experts is None else experts.recording(),
     ):
-        replies = _Replies(cached, groups, {number: prompts[number] for number in numbers}, sampling, num_sequences)
+        replies = _Replies(cached, groups, {number: asked[number] for number in numbers}, sampling, num_sequences)
         while replies.go_on():
             replies.run_pass()
     for number, rows in replies.done.items():
@@ -113,7 +132,7 @@ def generate(
         return answers
     whole = experts.gathered(len(prompts), length - 1, 1, replies.write_choice)
     # the last token is never read
-    ends = [len(prompt) + len(answer.token_ids) - 1 for prompt, answer in zip(prompts, answers, strict=True)]
+    ends = [len(prompt.ids) + len(answer.token_ids) - 1 for prompt, answer in zip(asked, answers, strict=True)]
     chosen = [table[:end].clone() for table, end in zip(whole, ends, strict=True)]
     return [replace(answer, routed_experts=table) for answer, table in zip(answers, chosen, strict=True)]
 
@@ -134,6 +153,21 @@ def _checked(
         raise ValueError(f"max_sequences is {max_sequences!r}, but must be a whole number of at least 1")
     num_likeliest = min(sampling.num_likeliest, vocab_size)
     return checked, replace(sampling, num_likeliest=num_likeliest)
+
+
+def _check_image_tokens(
+    prompts: Sequence[Sequence[int]], images: Sequence[SampleImages | None], vision: VisionSection | None
+) -> None:
+    """Refuses tokens of images that are missing; `images` are those of each prompt, or empty."""
+    if images and len(images) != len(prompts):
+        raise ValueError(f"there are images for {len(images)} prompts, but {len(prompts)} prompts; give one list each")
+    for number, prompt in enumerate(prompts):
+        has_none = not images or images[number] is None
+        if vision is not None and has_none and vision.image_token in prompt:
+            raise ValueError(
+                f"prompt {number} has the image token, {vision.image_token}, but no image; give the image, or remove "
+                "the token"
+            )
 
 
 def _completion(rows: list[list[float]], sampling: SamplingParams) -> Completion:
@@ -158,7 +192,7 @@ class _Replies:
         self,
         model: CachedModel,
         groups: Groups,
-        prompts: Mapping[int, Sequence[int]],
+        prompts: Mapping[int, _Prompt],
         sampling: SamplingParams,
         num_sequences: int,
     ) -> None:
@@ -214,9 +248,11 @@ class _Replies:
 
     def _unread(self, answer: _Answer) -> PassTokens:
         """Returns the tokens of an answer that the model has not read: the prompt, or the latest token."""
+        prompt = self._prompts[answer.number]
         if not answer.ids:
-            return PassTokens(answer.sequence, 0, self._prompts[answer.number])
-        return PassTokens(answer.sequence, answer.prompt_length + len(answer.ids) - 1, answer.ids[-1:])
+            return PassTokens(answer.sequence, 0, prompt.ids, prompt.images)
+        start, shift = len(prompt.ids) + len(answer.ids) - 1, prompt.shift
+        return PassTokens(answer.sequence, start, answer.ids[-1:], shift=shift)
 
     def _begin_answers(self) -> list[_Answer]:
         """Takes waiting prompts for this pass, as many as the cache and the pass have room for."""
@@ -224,8 +260,8 @@ class _Replies:
         num_tokens = 0
         while self._waiting and self._free and num_tokens < _PROMPT_TOKENS_OF_A_PASS:
             number = self._waiting.popleft()
-            num_tokens += len(self._prompts[number])
-            begun.append(_Answer(number, self._free.popleft(), len(self._prompts[number])))
+            num_tokens += len(self._prompts[number].ids)
+            begun.append(_Answer(number, self._free.popleft()))
         self._active += begun
         return begun
 

@@ -124,7 +124,7 @@ def test_a_prompt_is_the_beginning_of_what_was_learned_or_the_answer_is_refused(
 def is_taken(encoder: ChatEncoder, messages: list[dict[str, Any]], judge: PreTrainedTokenizerFast | None) -> bool:
     """Says whether a conversation is taken, after a comparison with the prompts and the ids of transformers."""
     begins = [messages[:number] for number in range(1, len(messages), 2)]
-    prompts = [encoder.prompt({"messages": each}) for each in begins]
+    prompts = [encoder.prompt({"messages": each}).ids for each in begins]
     if judge is not None:
         whole = judge.apply_chat_template(messages, return_dict=False)
         asked = [judge.apply_chat_template(each, add_generation_prompt=True, return_dict=False) for each in begins]

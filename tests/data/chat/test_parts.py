@@ -70,7 +70,7 @@ def test_lists_are_handed_on_where_the_template_reads_them(
         expected = judge.apply_chat_template(given, return_dict=False)
         assert encoder.encode({"messages": messages}).ids.tolist() == expected, name
         asked = judge.apply_chat_template(given[:2], add_generation_prompt=True, return_dict=False)
-        assert encoder.prompt({"messages": messages[:2]}) == asked, name
+        assert encoder.prompt({"messages": messages[:2]}).ids == asked, name
 
 
 def test_answers_in_parts_are_in_the_loss(encoder_of_text: MakeEncoder, chat_tokenizer: Path) -> None:

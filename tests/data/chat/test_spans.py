@@ -336,7 +336,7 @@ def test_the_fingerprint_follows_what_decides_the_ids(chat_encoder: MakeEncoder)
 def test_a_prompt_is_what_stands_before_an_answer(chat_encoder: MakeEncoder) -> None:
     encoder = chat_encoder("chatml")
     whole = encoder.encode({"messages": TWO[:2]}).ids.tolist()
-    prompt = encoder.prompt({"messages": TWO[:1]})
+    prompt = encoder.prompt({"messages": TWO[:1]}).ids
     assert whole[: len(prompt)] == prompt
     assert len(whole) == len(prompt) + 3  # b, the stop, a line break
 

@@ -33,6 +33,15 @@ def write_model(folder: Path, kind: Kind = "dense") -> Path:
     return folder
 
 
+def loaded(folder: Path, kind: Kind = "dense") -> Any:
+    """Loads a folder's model by transformers, in float64."""
+    model_class, described = KINDS[kind]
+    model = model_class.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    if kind.endswith("experts"):
+        model.config.text_config._experts_implementation = described().text_config._experts_implementation
+    return model
+
+
 def write_records(folder: Path, count: int = 6) -> list[dict[str, Any]]:
     """Writes records with no, one or two images, and returns them."""
     draw, records = random.Random(3), list[dict[str, Any]]()

@@ -17,6 +17,7 @@ from mtrain.base.errors import DataError
 from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.encoding.compared import PreferenceEncoder, source_encoder
 from mtrain.data.encoding.encoder import RecordEncoder
+from mtrain.data.encoding.images import with_column
 from mtrain.data.formats.record_files import chunks, record_files, record_without_nulls
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.data.images.cases import TEMPLATE, JudgeOfImages, image_token, picture
@@ -221,8 +222,21 @@ def test_other_losses_and_models_refuse_images(encoder: MakeEncoder, folder: Pat
     for record in (FORMS["path"][1], FORMS["ms-swift"][1]):
         with refuses(DataError, "model.vision"):
             text_alone.encode(record, folder)
+    question = {"messages": FORMS["path"][1]["messages"][:1]}
     with refuses(DataError, "model.vision"):
-        encoder()._chat.prompt({"messages": FORMS["path"][1]["messages"][:1]})  # type: ignore[union-attr]
+        RecordEncoder(encoder()._section, tokenizer)._chat.prompt(question)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["path", "ms-swift"])
+def test_a_prompt_is_the_beginning_of_its_sample(name: str, encoder: MakeEncoder, folder: Path) -> None:
+    record = with_column(FORMS[name][1])
+    sample = encoder().encode(record, folder)
+    chat = encoder()._chat
+    assert chat is not None
+    prompt = chat.prompt({"messages": record["messages"][:-1]}, folder)
+    assert prompt.ids == sample.ids[: len(prompt.ids)].tolist()
+    assert sample.loss_weights[len(prompt.ids)] > 0
+    assert [image.grid for image in prompt.images] == [image.grid for image in sample.images]
 
 
 def test_images_of_an_answer_are_not_in_the_loss(
