@@ -21,8 +21,6 @@ def check_served(model: ModelSection, adapter: AdapterSection | None) -> None:
     """Refuses a model that clients cannot train, and adapters that cannot share it."""
     if model.output.head_rows or model.layers_ahead:
         raise ConfigError("mtrain serve serves a language model without a head and without model.mtp_depths")
-    if model.vision is not None:
-        raise ConfigError("mtrain serve reads text from its clients, but model.vision is set; remove it")
     if adapter is not None and adapter.modules_to_save:
         raise ConfigError(
             f"mtrain serve trains adapters on one frozen model, but adapter.modules_to_save="

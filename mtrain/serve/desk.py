@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mtrain.base.errors import DataError
-from mtrain.serve.operations import Done, Failed, Operation, Refuse
+from mtrain.serve.operations import Done, Failed, Operation, Refuse, Sample
 from mtrain.serve.protocol import SentBatch
 
 _MOST_WAITING = 10_000
@@ -22,7 +22,7 @@ _MOST_RESULTS = 2 * _MOST_WAITING
 """Largest number of stored results; the oldest are dropped first. Enough for every result of a client that sends as
 many requests as may wait."""
 _MOST_BYTES = 2**32
-"""Largest size of stored results, and of waiting batches."""
+"""Largest size of stored results, and of waiting batches and images."""
 _PATIENCE_S = 60.0
 """Seconds to wait for a missing number after the latest call of a model."""
 
@@ -43,7 +43,7 @@ class Request:
     @property
     def num_bytes(self) -> int:
         """Returns the size of the operation or of its result; 0 for kinds that are always small."""
-        if isinstance(self.operation, SentBatch):
+        if isinstance(self.operation, SentBatch | Sample):
             return self.operation.num_bytes
         content = self.result.content if isinstance(self.result, Done) else None
         return len(content) if isinstance(content, bytes) else 0

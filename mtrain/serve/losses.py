@@ -52,7 +52,7 @@ class Batch:
 
     @classmethod
     def of(cls, sent: Sequence[SentDatum], loss: str, options: Mapping[str, float | str], vocab_size: int) -> Batch:
-        """Checks a client's data and converts them to samples."""
+        """Checks a client's data, whose images are written out as tokens, and converts them to samples."""
         if loss not in LOSSES:
             raise DataError(f"loss_fn={loss!r} is not offered here; use {', '.join(LOSSES)}, or a custom loss")
         if not sent:
@@ -73,7 +73,10 @@ class Batch:
         data = []
         for number, (datum, position) in enumerate(zip(sent, positions, strict=True)):
             extras = _extras(datum, loss, thresholds, f"datum {number}", vocab_size) | {_PLACE: position}
-            data.append(Datum(np.append(datum.tokens, 0), extras=extras))
+            # clients weigh the tokens of images as well
+            weights = [1.0] * (len(datum.tokens) + 1)
+            images = [image.content for image in datum.images]
+            data.append(Datum(np.append(datum.tokens, 0), weights, extras=extras, images=images))
         names = tuple(f"{name}[width]" if extras[name].ndim == 2 else name for name in extras)
         return cls(LOSSES[loss], data, lengths, width, names)
 
@@ -207,17 +210,21 @@ def _losses(loss: Loss, log_probs: Tensor, inputs: TermInputs, width: int) -> Te
     return -torch.minimum(ratio * advantages, ratio.clamp(extras[_LOW], extras[_HIGH]) * advantages)
 
 
-def log_probs_of_prompt(engine: Engine, prompt: Sequence[int], last_n: int | None) -> NDArray[np.float32]:
+def log_probs_of_prompt(
+    engine: Engine, prompt: Sequence[int], images: Sequence[bytes], last_n: int | None
+) -> NDArray[np.float32]:
     """Returns the log-probability of each token of a prompt; nan for the first token, and for all but the last `last_n`
     (None: all)."""
     result = np.full(len(prompt), np.nan, np.float32)
     if len(prompt) > 1:
-        result[1:] = engine.forward([Datum(prompt)]).log_probs[0].numpy()
+        result[1:] = engine.forward([Datum(prompt, images=images)]).log_probs[0].numpy()
     result[: 0 if last_n is None else len(prompt) - last_n] = np.nan
     return result
 
 
-def likeliest_of_prompt(engine: Engine, prompt: Sequence[int], count: int, last_n: int | None) -> Likeliest:
+def likeliest_of_prompt(
+    engine: Engine, prompt: Sequence[int], images: Sequence[bytes], count: int, last_n: int | None
+) -> Likeliest:
     """Returns the `count` likeliest tokens at the position of each token of a prompt, [tokens, count], and their
     log-probabilities in nats; 0 and NO_LOG_PROB for the first token, and for all but the last `last_n` (None: all).
 
@@ -246,7 +253,9 @@ def likeliest_of_prompt(engine: Engine, prompt: Sequence[int], count: int, last_
         return weigh(torch.zeros_like(inputs.weights), inputs)
 
     positions = [float(number + 1) for number in range(length)]
-    engine.evaluate([[Datum(prompt, extras={"place": positions})]], take)
+    # tokens of images have a weight only if it is given
+    datum = Datum(prompt, [1.0] * len(prompt), extras={"place": positions}, images=images)
+    engine.evaluate([[datum]], take)
     dist.all_reduce(table)
     of_ranks, values = (part.transpose(0, 1).reshape(length, -1) for part in table)
     best = values.topk(count, dim=-1)

@@ -5,16 +5,30 @@ Every key of the protocol has an effect, is refused, or is marked `Unread` with 
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+import numpy as np
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from mtrain.base.errors import DataError
+from mtrain.serve.images import Interleaved, checked_image
 from mtrain.serve.protocol import SentBatch
 from mtrain.training.sampling.params import SamplingParams
 
@@ -95,6 +109,16 @@ def _loadable(path: TinkerPath) -> TinkerPath:
     return path
 
 
+def _decoded(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    try:
+        return base64.b64decode(value, validate=True)
+    except (TypeError, ValueError) as fault:
+        raise DataError(f"the data of an image are not base64 ({fault}); send the content of its file so") from None
+
+
+Base64 = Annotated[bytes, BeforeValidator(_decoded)]
 # texts only, as the SDK declares; it could not list a run with other values
 Metadata = Annotated[dict[str, str], AfterValidator(_bounded)]
 NotOffered = Annotated[Any, AfterValidator(_absent)]
@@ -342,26 +366,52 @@ class CreateSampler(Body):
         return f"{self.session_id}:sample:{self.sampling_session_seq_id}"
 
 
-class Chunk(Body):
-    """Part of a prompt."""
+class TextChunk(Body):
+    """Tokens of a prompt."""
 
     type: Literal["encoded_text"] = "encoded_text"
     tokens: list[TokenId] = Field(max_length=_MOST_TOKENS)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("type", "encoded_text") != "encoded_text":
-            raise DataError("the prompt has an image or audio, which no model here reads; send tokens")
-        return value
+
+class ImageChunk(Body):
+    """Image in a prompt."""
+
+    type: Literal["image"]
+    data: Base64
+    format: Literal["png", "jpeg"]
+    expected_tokens: int | None = None
+
+
+def _kind_of_chunk(value: Any) -> str:
+    kind = value.get("type", "encoded_text") if isinstance(value, dict) else getattr(value, "type", None)
+    if kind == "image_asset_pointer":
+        raise DataError("the prompt names an image by its location, but nothing is downloaded here; send its content")
+    if kind not in ("encoded_text", "image"):
+        raise DataError("the prompt has audio or an unknown chunk, which no model here reads; send tokens and images")
+    return str(kind)
+
+
+Chunk = Annotated[
+    Annotated[TextChunk, Tag("encoded_text")] | Annotated[ImageChunk, Tag("image")], Discriminator(_kind_of_chunk)
+]
+"""Part of a prompt."""
 
 
 class Prompt(Body):
     chunks: list[Chunk] = Field(max_length=100_000)
 
-    @property
-    def tokens(self) -> list[int]:
-        return [token for chunk in self.chunks for token in chunk.tokens]
+    @cached_property
+    def parts(self) -> Interleaved:
+        """Returns the prompt's text with its images; raises DataError for an image that is none."""
+        tokens: list[int] = []
+        images = []
+        for chunk in self.chunks:
+            if isinstance(chunk, TextChunk):
+                tokens += chunk.tokens
+            else:
+                image = checked_image(chunk.data, chunk.format, chunk.expected_tokens, len(tokens), "the prompt")
+                images.append(image)
+        return Interleaved(np.array(tokens, np.int32), images)
 
 
 class SamplingBody(Body):
@@ -404,6 +454,11 @@ class Sample(NamedTuple):
     body: SampleBody
     sampling: SamplingParams
     stop_texts: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the size of its images; all else is small."""
+        return sum(map(len, self.body.prompt.parts.contents))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.serve.images import SentImage, checked_image
 
 if TYPE_CHECKING:  # loads torch, which the HTTP process does not need
     from mtrain.training.sampling.sampler import Completion
@@ -33,13 +34,20 @@ _SCALARS = {
     "bool": _FIELD.TYPE_BOOL,
     "double": _FIELD.TYPE_DOUBLE,
 }
-# name: (number, type); type[] is a list, {type} a map with text keys
+# name: (number, type); type[] is a list, {type} a map with text keys, type? a number that may be absent
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "SparseCsr": {"values": (1, "bytes"), "crow_indices": (2, "bytes"), "col_indices": (3, "bytes")},
     "Tensor": {"dense": (1, "bytes"), "sparse_csr": (2, "SparseCsr"), "dtype": (3, "int32"), "shape": (4, "int64[]")},
     "Text": {"tokens": (1, "bytes")},
     "Other": {},
-    "Chunk": {"encoded_text": (1, "Text"), "image": (2, "Other"), "dmel": (3, "Other")},
+    "Size": {"width": (1, "uint32"), "height": (2, "uint32")},
+    "Image": {
+        "data": (1, "bytes"),
+        "format": (2, "string"),
+        "expected_tokens": (3, "int32?"),
+        "override_dimensions": (4, "Size"),
+    },
+    "Chunk": {"encoded_text": (1, "Text"), "image": (2, "Image"), "dmel": (3, "Other")},
     "Span": {"sequence_id": (1, "string"), "offset": (2, "int64"), "length": (3, "int64")},
     "Provenance": {"prompt_tokens": (1, "Span"), "sampled_tokens": (2, "Span")},
     # spans say where tokens came from; only stable_reinforce reads them, a loss that is not offered
@@ -107,7 +115,7 @@ def _classes() -> dict[str, Any]:
 
 
 def _add_field(message: Any, name: str, number: int, kind: str) -> None:
-    repeats, inner = kind.endswith("[]") or kind.startswith("{"), kind.removesuffix("[]").strip("{}")
+    repeats, inner = kind.endswith("[]") or kind.startswith("{"), kind.removesuffix("[]").strip("{}?")
     label = _FIELD.LABEL_REPEATED if repeats else _FIELD.LABEL_OPTIONAL
     if kind.startswith("{"):
         entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
@@ -116,6 +124,9 @@ def _add_field(message: Any, name: str, number: int, kind: str) -> None:
         _add_field(entry, "value", 2, inner)
         inner = f"{message.name}.{entry.name}"
     field = message.field.add(name=name, number=number, label=label)
+    if kind.endswith("?"):  # protobuf's form of a number whose absence differs from 0
+        field.proto3_optional, field.oneof_index = True, len(message.oneof_decl)
+        message.oneof_decl.add(name=f"_{name}")
     if inner in _SCALARS:
         field.type = _SCALARS[inner]
     else:
@@ -130,12 +141,15 @@ class SentDatum:
     """A sequence with the inputs of its loss."""
 
     tokens: NDArray[np.int32]
+    """Tokens of the text alone."""
     inputs: dict[str, NDArray[Any]]
-    """Arrays by name, [tokens] or [tokens, k]."""
+    """Arrays by name, [positions] or [positions, k], where each image takes as many positions as it has features."""
+    images: tuple[SentImage, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        return self.tokens.nbytes + sum(array.nbytes for array in self.inputs.values())
+        arrays = sum(array.nbytes for array in self.inputs.values())
+        return self.tokens.nbytes + arrays + sum(len(image.content) for image in self.images)
 
 
 @dataclass(frozen=True)
@@ -216,13 +230,25 @@ def read_batch(body: bytes) -> SentBatch:
 
 
 def _datum(message: Any, name: str) -> SentDatum:
-    tokens = []
+    tokens, images, length = [], [], 0
     for chunk in message.model_input:
-        if not chunk.HasField("encoded_text"):
-            raise DataError(f"{name} has an image or audio, which no model here reads; send tokens")
-        tokens.append(_array(chunk.encoded_text.tokens, np.int32, f"{name}: model_input"))
+        kinds = [kind for kind in ("encoded_text", "image", "dmel") if chunk.HasField(kind)]
+        if kinds == ["encoded_text"]:
+            tokens.append(_array(chunk.encoded_text.tokens, np.int32, f"{name}: model_input"))
+            length += len(tokens[-1])
+        elif kinds == ["image"]:
+            images.append(_image(chunk.image, length, name))
+        else:
+            raise DataError(f"{name} has audio or an empty chunk, which no model here reads; send tokens and images")
     inputs = {key: _tensor(tensor, f"{name}: {key}") for key, tensor in message.loss_fn_inputs.items()}
-    return SentDatum(np.concatenate([*tokens, _NO_TOKENS]), inputs)
+    return SentDatum(np.concatenate([*tokens, _NO_TOKENS]), inputs, tuple(images))
+
+
+def _image(message: Any, before: int, name: str) -> SentImage:
+    if message.HasField("override_dimensions"):
+        raise DataError(f"{name} has override_dimensions, which are not read here; scale the image instead")
+    expected = message.expected_tokens if message.HasField("expected_tokens") else None
+    return checked_image(message.data, message.format, expected, before, name)
 
 
 def _tensor(message: Any, name: str) -> NDArray[Any]:

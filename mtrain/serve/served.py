@@ -109,22 +109,18 @@ class Served:
                 f"this model cannot have an adapter of rank {lora.rank} on {', '.join(targets)}: {reasons}"
             ) from None
 
-    def sample(self, body: SampleBody) -> Sample:
-        """Returns the operation for a request; refuses requests that the model or the service cannot serve."""
-        params, length, last_n = body.sampling_params, len(body.prompt.tokens), body.prompt_logprobs_last_n
+    def most_new_tokens(self, body: SampleBody, length: int) -> int:
+        """Returns the most tokens of each answer to a prompt of `length` tokens; refuses requests for too much."""
+        last_n, most_sampled = body.prompt_logprobs_last_n, body.sampling_params.max_tokens
         room = self.config.data.seq_length - length
         if room < 1 or length < 1:
             raise DataError(f"the prompt has {length} tokens; send 1 to {self.config.data.seq_length - 1}")
-        stops = [params.stop] if isinstance(params.stop, str) else params.stop
-        texts = tuple(stop for stop in stops or [] if isinstance(stop, str))
-        if texts and self.tokenizer is None:
-            raise DataError("stop is a text, but this service has no tokenizer; give ids, or set data.tokenizer for it")
         if last_n is not None and not (body.prompt_logprobs and last_n < length):
             raise DataError(
                 f"prompt_logprobs_last_n={last_n} needs prompt_logprobs and a longer prompt than {length} tokens; send "
                 "both"
             )
-        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        most = room if most_sampled is None else min(most_sampled, room)
         numbers = body.num_samples * (length + most * (2 + 2 * body.topk_sample_logprobs))
         if numbers > _MOST_NUMBERS:
             raise DataError(
@@ -132,6 +128,19 @@ class Served:
                 f"topk_sample_logprobs={body.topk_sample_logprobs} are {numbers} numbers; request fewer in one call, "
                 f"at most {_MOST_NUMBERS}"
             )
+        return most
+
+    def sample(self, body: SampleBody) -> Sample:
+        """Returns the operation for a request; refuses requests that the model or the service cannot serve."""
+        params, prompt = body.sampling_params, body.prompt.parts
+        if prompt.images and self.config.model.vision is None:
+            raise DataError("the prompt has an image, but this model reads text; send tokens")
+        # the engine, which counts the tokens of images, replaces the 1
+        most = 1 if prompt.images else self.most_new_tokens(body, len(prompt.tokens))
+        stops = [params.stop] if isinstance(params.stop, str) else params.stop
+        texts = tuple(stop for stop in stops or [] if isinstance(stop, str))
+        if texts and self.tokenizer is None:
+            raise DataError("stop is a text, but this service has no tokenizer; give ids, or set data.tokenizer for it")
         # as in other engines, stop texts are in addition to the end tokens
         ids = self.stop_token_ids if stops is None or texts else frozenset(map(int, stops))
         sampling = SamplingParams(

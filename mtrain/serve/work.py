@@ -17,6 +17,7 @@ from mtrain.core.engine.optimizer import AdamOptions
 from mtrain.core.ranks.init import on_first_rank
 from mtrain.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from mtrain.serve import operations
+from mtrain.serve.images import Interleaved, written_out
 from mtrain.serve.losses import Batch, likeliest_of_prompt, log_probs_of_prompt
 from mtrain.serve.operations import Done, Failed, Operation
 from mtrain.serve.protocol import SentBatch, written_answers, written_outputs
@@ -81,6 +82,8 @@ class Worker:
         self._current: dict[int, str] = {}
         """Engine id -> the model on it."""
         self._base = self._start_weights()
+        if served.config.model.vision is not None:
+            self._engine.images.load()  # a folder without an image processor ends the start instead of a call
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -216,7 +219,10 @@ class Worker:
 
     def _pass(self, sent: SentBatch) -> Done:
         model = self._turn_to(sent.model_id)
-        batch = Batch.of(sent.data, sent.loss, sent.options, self._served.config.model.vocab_size)
+        parts = {f"datum {number}": Interleaved(each.tokens, each.images) for number, each in enumerate(sent.data)}
+        tokens = written_out(parts, model.engine.images)
+        data = [replace(datum, tokens=each) for datum, each in zip(sent.data, tokens, strict=True)]
+        batch = Batch.of(data, sent.loss, sent.options, self._served.config.model.vocab_size)
         if sent.forward_only:
             model.engine.evaluate([batch.data], batch.function)
         else:
@@ -294,12 +300,15 @@ class Worker:
         with engine.adapters_off() if state is None else nullcontext():
             if texts:
                 sampling = replace(sampling, is_complete=partial(ends_with, texts, self._tokenizer))
-            prompt, last_n = body.prompt.tokens, body.prompt_logprobs_last_n
+            parts, last_n = body.prompt.parts, body.prompt_logprobs_last_n
+            prompt, images = written_out({"the prompt": parts}, engine.images)[0].tolist(), parts.contents
+            sampling = replace(sampling, max_new_tokens=self._served.most_new_tokens(body, len(prompt)))
             most = sequences_at_once(Sizes(engine.config), engine.device, len(prompt) + sampling.max_new_tokens)
-            answers = engine.generate([prompt] * body.num_samples, sampling, most)
-            likely = log_probs_of_prompt(engine, prompt, last_n) if body.prompt_logprobs else None
+            given = [images] * body.num_samples if images else None
+            answers = engine.generate([prompt] * body.num_samples, sampling, most, images=given)
+            likely = log_probs_of_prompt(engine, prompt, images, last_n) if body.prompt_logprobs else None
             count = min(body.topk_prompt_logprobs, self._served.config.model.vocab_size)
-            likeliest = likeliest_of_prompt(engine, prompt, count, last_n) if count else None
+            likeliest = likeliest_of_prompt(engine, prompt, images, count, last_n) if count else None
         return Done(written_answers(answers, likely, likeliest))
 
     def _unload(self, request: operations.Unload) -> Done:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import queue
+import random
 import re
 import threading
 import time
@@ -27,6 +28,7 @@ from mtrain.serve.desk import Desk, Request
 from mtrain.serve.operations import Done, Lora, TinkerPath
 from mtrain.serve.protocol import read_batch
 from mtrain.serve.store import Described, Store
+from tests.data.images.cases import picture
 from tests.paths import ROOT
 from tests.serve.service import served_model
 
@@ -317,6 +319,8 @@ def test_every_field_of_a_batch_is_acted_upon_or_refused_or_on_the_list() -> Non
     sent = tinker_public_pb2.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
     datum = sent.data.add()
     datum.model_input.add().encoded_text.tokens = b"\1\0\0\0"
+    image = datum.model_input.add().image
+    image.data, image.format = picture(random.Random(1), format="PNG"), "png"
     tensor = datum.loss_fn_inputs["target_tokens"]
     tensor.dtype, tensor.dense = tinker_public_pb2.DTYPE_INT64, b"\1" + bytes(7)
     tensor.shape.append(1)
@@ -332,12 +336,13 @@ def test_every_field_of_a_batch_is_acted_upon_or_refused_or_on_the_list() -> Non
         "Datum": lambda message: message.data[0],
         "Chunk": lambda message: message.data[0].model_input[0],
         "EncodedTextChunk": lambda message: message.data[0].model_input[0].encoded_text,
+        "ImageChunk": lambda message: message.data[0].model_input[1].image,
         "Tensor": lambda message: message.data[0].loss_fn_inputs["target_tokens"],
         "SparseCsr": lambda message: message.data[0].loss_fn_inputs["weights"].sparse_csr,
         "LossConfigValue": lambda message: message.loss_fn_config_v2["clip_low_threshold"],
     }
     of_maps = {each.name for each in whole.values() if each.GetOptions().map_entry}
-    refused = {"ImageChunk", "ImageDimensions", "DmelChunk"}  # as a whole
+    refused = {"ImageDimensions", "DmelChunk"}  # as a whole
     not_read = {"ProvenanceSpan", "PromptProvenanceSpan", "SampledProvenanceSpan"}
     assert {each.name for each in whole.values()} == places.keys() | of_maps | refused | not_read
     for name, place in places.items():
