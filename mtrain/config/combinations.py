@@ -51,7 +51,6 @@ def images(config: Sections) -> Iterator[str]:
     if vision is None:
         return
     unable = {
-        "layout.shard=weights": config.layout.shard == "weights",
         f"train.compile={train.compile}": train.compile in COMPILED,
         f"train.fp8={train.fp8}": train.fp8 is not None,
         f"train.offload_layers={train.offload_layers}": train.offload_layers is not None,

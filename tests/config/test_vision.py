@@ -26,7 +26,6 @@ SFT = {"kind": "sft", "seq_length": 64, "train": [{"path": "a.jsonl"}], "tokeniz
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 LORA = {"kind": "lora", "rank": 2, "targets": ["proj"]}
 UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "layout.shard=weights": ({"layout__shard": "weights"}, {}),
     "train.compile=layers": ({"train__compile": "layers"}, {}),
     "train.offload_layers=1": ({"train__offload_layers": 1}, {}),
     "train.overlap_param_gather=true": (

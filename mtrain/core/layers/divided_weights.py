@@ -28,6 +28,7 @@ from mtrain.core.layers.moe.experts import Experts, Stack
 from mtrain.core.layers.mtp import Depth
 from mtrain.core.layers.output_layer import OutputLayer, ScoreHead
 from mtrain.core.layers.sharded_parameters import HeldRows, divide, rows_of_rank, stand_in_of
+from mtrain.core.layers.vision import VisionTower
 from mtrain.core.ranks.groups import Groups
 
 _TABLES = (VocabParallelEmbedding, OutputLayer, ScoreHead)
@@ -150,7 +151,7 @@ def _units(chunk: LanguageModel) -> Iterator[nn.Module]:
     """Yields the modules whose parameters are gathered together, inner ones first; each is used only inside its own
     forward pass."""
     for module in reversed(list(chunk.modules())):
-        if isinstance(module, TransformerLayer | Depth | Experts):
+        if isinstance(module, TransformerLayer | Depth | Experts | VisionTower):
             yield module
     if not chunk.share_embeddings_and_output_weights and hasattr(chunk, "embedding"):
         yield chunk.embedding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -53,7 +54,7 @@ def measured(outcome: Outcome, oracle: Exact, config: Config) -> Deviation:
     )
 
 
-def agreed(everyone: list[Outcome]) -> Outcome:
+def agreed(everyone: Sequence[Outcome]) -> Outcome:
     """Returns rank 0's outcome; all ranks must report the same steps."""
     reports = [[step._replace(gradients=None) for step in outcome.steps] for outcome in everyone]
     assert all(report == reports[0] for report in reports)
@@ -86,12 +87,12 @@ def test_a_run_with_images_is_that_of_transformers(pool: Pool, each: Case) -> No
     assert_exact(pool, each)
 
 
-PACKED_CASES = [case(num_layers=2, cp=2), case(num_layers=2, tp=2, sp=True, dp=2)]
+PACKED_CASES = [(case(num_layers=2, cp=2), "optimizer"), (case(num_layers=2, tp=2, sp=True, dp=2), "weights")]
 
 
-@pytest.mark.parametrize("each", PACKED_CASES, ids=map(str, PACKED_CASES))
-def test_samples_that_share_a_row_keep_their_images(pool: Pool, each: Case) -> None:
-    assert_exact(pool, each, **PACKED)
+@pytest.mark.parametrize(("each", "shard"), PACKED_CASES, ids=[str(each) for each, _ in PACKED_CASES])
+def test_samples_that_share_a_row_keep_their_images(pool: Pool, each: Case, shard: str) -> None:
+    assert_exact(pool, each, layout__shard=shard, **PACKED)
 
 
 EXPERT_CASES = [case(4, num_layers=2), case(4, num_layers=2, dp=2, ep=2), case(4, num_layers=2, tp=2, sp=True, ep=2)]
@@ -154,7 +155,7 @@ ALONE_CASES: list[tuple[Case, Kind, dict[str, bool], dict[str, Any]]] = [
     (case(4, num_layers=2, pp=2), "dense", PROJECTOR_ALONE, {"train__recompute": "full"}),
     (case(4, num_layers=2, pp=2, dp=2), "dense", TOWER_ALONE, {"train__overlap_grad_reduce": True}),
     (case(4, num_layers=2, tp=2, sp=True, ep=2), "experts", PROJECTOR_ALONE, {}),
-    (case(4, num_layers=3, pp=2, first_stage_layers=2, dp=2), "deepstack", TOWER_ALONE, {}),
+    (case(4, num_layers=3, pp=2, first_stage_layers=2, dp=2), "deepstack", TOWER_ALONE, {"layout__shard": "weights"}),
 ]
 
 
@@ -187,22 +188,23 @@ def test_moments_of_a_tower_on_the_host_change_no_bit(pool: Pool, vision: dict[s
 def test_adapters_on_a_frozen_tower_learn_from_images(pool: Pool) -> None:
     """B begins at 0, so A has no gradient, and that of B is scale x (the oracle's gradient of W) x A^T."""
     each, name = case(4, num_layers=2, tp=2, sp=True, cp=2), "decoder.layers.1.self_attention.linear_proj"
-    config = config_of(each, "dense", {}, adapter={"kind": "lora", "rank": 3, "alpha": 6.0, "targets": ["proj"]})
+    adapter = {"kind": "lora", "rank": 3, "alpha": 6.0, "targets": ["proj"]}
+    configs = [config_of(each, "dense", {}, adapter=adapter, layout__shard=shard) for shard in ("optimizer", "weights")]
     first = np.random.default_rng(5).normal(size=(3, 128)).astype(np.float32)
     pair = {f"{name}_adapter.proj_lora_a": first, f"{name}_adapter.proj_lora_b": np.zeros((32, 3))}
-    outcome = agreed(pool.run(train, each.resolved(config), config, initial("dense") | pair, steps()[:1]))
+    everyone = pool.run(train_both, each.resolved(configs[0]), configs, initial("dense") | pair, steps()[:1])
     oracle = reference("dense", ())
-    assert relative(outcome.steps[0].loss, oracle.losses[0]) <= TOLERANCE
     expected = 2.0 * oracle.gradients[0][f"{name}.weight"] @ first.T
-    assert worst(
-        outcome.steps[0].gradients, dict(zip(pair, (np.zeros_like(first), expected), strict=True)), config
-    ) <= (TOLERANCE)
+    gradients = dict(zip(pair, (np.zeros_like(first), expected), strict=True))
+    for outcome, config in zip(map(agreed, zip(*everyone, strict=True)), configs, strict=True):
+        assert relative(outcome.steps[0].loss, oracle.losses[0]) <= TOLERANCE
+        assert worst(outcome.steps[0].gradients, gradients, config) <= TOLERANCE
 
 
 RATES: dict[str, Any] = {"optimizer__tower_lr": 4e-3, "optimizer__projector_lr": 1e-4}
 RATES_CASES: list[tuple[Case, dict[str, Any]]] = [
     (case(4, num_layers=2), {}),
-    (case(4, num_layers=2, tp=2, sp=True, dp=2), {}),
+    (case(4, num_layers=2, dp=2), {"layout__shard": "weights"}),
     (case(4, num_layers=2, pp=2, dp=2), {"train__offload_optimizer": True, "train__overlap_grad_reduce": True}),
 ]
 
