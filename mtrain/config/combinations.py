@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import assert_never
 
-from mtrain.config.derived import compared
 from mtrain.config.known_issues import sizes_of_attention
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import COMPILED, Fp8Recipe, TrainSection
@@ -56,7 +55,6 @@ def images(config: Sections) -> Iterator[str]:
         f"train.offload_layers={train.offload_layers}": train.offload_layers is not None,
         "train.overlap_param_gather=true": train.overlap_param_gather,
         "loss.teacher": config.loss.teacher is not None,
-        f"loss.function={config.loss.function}": compared(config.loss, config.data) is not None,
         "model.backend=te": config.model.backend == "te",
     }
     for name in (name for name, holds in unable.items() if holds):

@@ -135,7 +135,7 @@ def _with_pictures(
     assert isinstance(stream, Blended), "random samples have no images"
     position = stream.locate(number)
     source = stream.sources[position.source]
-    assert isinstance(source, SftDataset), "other sources have no images"
+    assert isinstance(source, SftDataset | PreferenceDataset), "other sources have no images"
     contents = {}
     merged = len(images.pixels) // int((images.places >= 0).sum())  # patches of a feature
     ends = np.cumsum(images.grids.prod(axis=1)) // merged

@@ -338,7 +338,8 @@ class Sources:
         self, data: SftSection, tokens: TokenCache, split: Split, compares: Literal["pairs", "answers"]
     ) -> PreferenceDataset:
         numbers = _numbers(data, split, len(tokens) // 2 if compares == "pairs" else len(tokens))
-        limit = RowLimit(data.seq_length, data.too_long)
+        assert self._caches is not None
+        limit = RowLimit(data.seq_length, data.too_long, self._caches.images)
         dataset = PreferenceDataset(tokens, numbers, limit, compares, self._is_judged)
         self._notes += [note for note in dataset.notes() if note not in self._notes]
         # equal sets share one dataset, so that each sequence is scored by the reference model once

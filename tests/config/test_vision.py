@@ -22,7 +22,6 @@ VISION: dict[str, Any] = {
 TRAINED = {"freeze_tower": False}
 ALONE = {"freeze_language_model": True}
 BALANCED = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "expert_bias": True, "bias_update_rate": 0.001}
-SFT = {"kind": "sft", "seq_length": 64, "train": [{"path": "a.jsonl"}], "tokenizer": "t", "format": "preference"}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 LORA = {"kind": "lora", "rank": 2, "targets": ["proj"]}
 UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -32,7 +31,6 @@ UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"train__overlap_param_gather": True, "train__overlap_grad_reduce": True},
         {},
     ),
-    "loss.function=dpo": ({"loss__function": "dpo", "data": SFT, "model__hf": "x"}, {}),
     "model.backend=te": ({"model__backend": "te"}, {}),
     "adapter": ({"adapter": LORA}, TRAINED),
     "optimizer.kind=muon": ({"optimizer__kind": "muon"}, TRAINED),

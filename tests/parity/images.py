@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -321,18 +321,31 @@ def _differentiated(model: Any, batch: GlobalBatch) -> float:
     denominator = sum(float(sample.mask.sum()) for sample in batch)
     total = 0.0
     for sample in batch:
-        images = sample.images
-        given: dict[str, Any] = {"mm_token_type_ids": torch.zeros(1, len(sample.tokens), dtype=torch.int32)}
-        if images is not None:
-            given = {
-                "pixel_values": torch.from_numpy(images.pixels).double(),
-                "image_grid_thw": torch.from_numpy(images.grids),
-                "mm_token_type_ids": torch.from_numpy(images.places >= 0).int()[None],
-            }
-        logits = model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False, **given).logits[0]
-        losses = F.cross_entropy(logits, torch.from_numpy(sample.labels), reduction="none")
-        loss = (losses * torch.from_numpy(sample.mask)).sum() / denominator
+        loss = -score(model, sample) / denominator
         if loss.requires_grad:  # else the sample is a text, of whose model nothing is trained
             loss.backward()
         total += loss.item()
     return total
+
+
+def score(model: Any, sample: Any) -> Any:
+    """Sums the log-probabilities of a sample's labels, times their weights."""
+    images = sample.images
+    given: dict[str, Any] = {"mm_token_type_ids": torch.zeros(1, len(sample.tokens), dtype=torch.int32)}
+    if images is not None:
+        given = {
+            "pixel_values": torch.from_numpy(images.pixels).double(),
+            "image_grid_thw": torch.from_numpy(images.grids),
+            "mm_token_type_ids": torch.from_numpy(images.places >= 0).int()[None],
+        }
+    logits = model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False, **given).logits[0]
+    losses = F.cross_entropy(logits, torch.from_numpy(sample.labels), reduction="none")
+    return -(losses * torch.from_numpy(sample.mask)).sum()
+
+
+def differentiated(kind: Kind, loss_of: Callable[[Any], Tensor]) -> tuple[float, Arrays]:
+    """Returns a loss of transformers' model, and its gradients by our names."""
+    model = copy.deepcopy(model_of(kind))
+    loss = loss_of(model)
+    loss.backward()
+    return loss.item(), _ours({name: each.grad for name, each in model.named_parameters()}, kind)

@@ -3,6 +3,8 @@
     pairs:    prompt, chosen, rejected; or chosen and rejected that begin alike, with the prompt inside
     answers:  prompt, completion, label (true if the answer is wanted)
 
+A column of images belongs to the placeholders of the prompt, and so to each of its answers.
+
 These are TRL's forms; prompt and answers are texts or lists of messages. Only answers are in the loss, not the prompt's
 own messages. For a head, which judges answers by their last tokens, a pair may have a `margin`.
 
@@ -24,8 +26,9 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput
 from mtrain.core.batch.sample import HERE, SampleEncoder, TokenizedSample
 from mtrain.data.chat.conversation import untrained
-from mtrain.data.encoding.checks import check_keys, check_text
+from mtrain.data.encoding.checks import IMAGE_KEYS, check_keys, check_text
 from mtrain.data.encoding.encoder import RecordEncoder
+from mtrain.data.encoding.images import has_images, with_column
 from mtrain.hf.images import ImageProcessor
 from mtrain.hf.tokenizer.tokenizer import Tokenizer, tokenizer_file
 
@@ -53,9 +56,9 @@ def source_encoder(
         compares: Form of records of compared answers; None if a record is one sequence.
         head: Head that judges sequences, if the model has one.
         is_number: Whether a label is any number instead of a class.
-        images: Processor of the images of records of one sequence; None refuses images.
+        images: Processor of the images of conversations; None refuses images.
     """
-    encoder = RecordEncoder(section, tokenizer, images if compares is None and head is None else None)
+    encoder = RecordEncoder(section, tokenizer, images if head is None else None)
     ignored = frozenset(section.ignore_keys)
     if compares is not None:
         return PreferenceEncoder(encoder, compares, ignored, is_judged=head is not None)
@@ -148,14 +151,14 @@ class PreferenceEncoder:
         record = self._encoder.renamed(record)
         match self._compares:
             case "pairs":
-                return self._pair(record)
+                return self._pair(record, folder)
             case "answers":
-                return (self._answer(record),)
+                return (self._answer(record, folder),)
             case _:
                 assert_never(self._compares)
 
-    def _pair(self, record: dict[str, Any]) -> tuple[TokenizedSample, ...]:
-        check_keys(record, _JUDGED_KEYS if self._is_judged else _PAIR_KEYS, self._ignored)
+    def _pair(self, record: dict[str, Any], folder: Path) -> tuple[TokenizedSample, ...]:
+        self._check_keys(record, _JUDGED_KEYS if self._is_judged else _PAIR_KEYS)
         answers = {name: _answer(record, name) for name in ("chosen", "rejected")}
         if isinstance(answers["chosen"], str) != isinstance(answers["rejected"], str):
             raise DataError("'chosen' and 'rejected' must both be texts or both be lists of messages; fix one")
@@ -163,26 +166,29 @@ class PreferenceEncoder:
         if prompt is None:
             prompt = _common(answers["chosen"], answers["rejected"])
             answers = {name: answer[len(prompt) :] for name, answer in answers.items()}
-        pair = self._sequences(record, prompt, answers)
+        pair = self._sequences(record, prompt, answers, folder)
         if not self._is_judged:
             return pair
         # every token has the margin as its extra, as the cache stores extras
         sized = [(sequence, len(sequence.ids)) for sequence in map(judged, pair)]
         return tuple(replace(sequence, extras=np.full((n, 1), _margin(record), np.float32)) for sequence, n in sized)
 
-    def _answer(self, record: dict[str, Any]) -> TokenizedSample:
-        check_keys(record, _ANSWER_KEYS, self._ignored)
+    def _check_keys(self, record: dict[str, Any], known: Set[str]) -> None:
+        check_keys(record, known | {*IMAGE_KEYS} if self._encoder.reads_images else known, self._ignored)
+
+    def _answer(self, record: dict[str, Any], folder: Path) -> TokenizedSample:
+        self._check_keys(record, _ANSWER_KEYS)
         label = record.get("label")
         if not isinstance(label, bool):
             raise DataError(f"'label' is {label!r}, but must be true (a wanted answer) or false; change it")
         if record.get("prompt") is None:
             raise DataError("has no 'prompt'; a line needs prompt, completion and label")
-        (sample,) = self._sequences(record, record["prompt"], {"completion": _answer(record, "completion")})
+        (sample,) = self._sequences(record, record["prompt"], {"completion": _answer(record, "completion")}, folder)
         # the sign is the label, even with a weight of 0, since the cache has no other field for it
         return replace(sample, weight=math.copysign(sample.weight, 1.0 if label else -1.0))
 
     def _sequences(
-        self, record: dict[str, Any], prompt: object, named_answers: Mapping[str, Any]
+        self, record: dict[str, Any], prompt: object, named_answers: Mapping[str, Any], folder: Path
     ) -> tuple[TokenizedSample, ...]:
         """Encodes a prompt with each of its named answers, all texts or all lists of messages."""
         empty = next((name for name, answer in named_answers.items() if not answer), None)
@@ -191,17 +197,24 @@ class PreferenceEncoder:
         if all(isinstance(answer, str) for answer in named_answers.values()):
             text = check_text(prompt, "'prompt'")
             answers = [check_text(answer, f"{name!r}") for name, answer in named_answers.items()]
-            if named := next((key for key in ("tools", "chat_template_kwargs") if record.get(key)), None):
+            only_messages = ("tools", "chat_template_kwargs", *IMAGE_KEYS)
+            if named := next((key for key in only_messages if record.get(key)), None):
                 raise DataError(f"has {named!r}, which only messages can have; write the prompt as messages")
-            return tuple(self._encoder.joined(text, answers, record.get("weight", 1.0)))
+            joined = self._encoder.joined(text, answers, record.get("weight", 1.0))
+            return tuple(map(self._encoder.without_stray_images, joined))
         if not isinstance(prompt, list):
             name = next(iter(named_answers))
             raise DataError(f"{name!r} is a list of messages, but 'prompt' is not; use the same form for both")
-        shared = {key: record[key] for key in _SHARED_KEYS if key in record}
+        shared = {key: record[key] for key in (*_SHARED_KEYS, *IMAGE_KEYS) if key in record}
         before = [*map(untrained, prompt)]
-        return tuple(
-            self._encoder.conversation({"messages": [*before, *answer], **shared}) for answer in named_answers.values()
-        )
+        conversations = {name: {"messages": [*before, *answer], **shared} for name, answer in named_answers.items()}
+        if self._encoder.reads_images:
+            conversations = {name: with_column(conversation) for name, conversation in conversations.items()}
+            for name, conversation in conversations.items():
+                if any(map(has_images, conversation["messages"][len(before) :])):
+                    raise DataError(f"{name!r} has an image, but only the prompt can have images; move it there")
+        encoded = (self._encoder.conversation(conversation, folder) for conversation in conversations.values())
+        return tuple(map(self._encoder.without_stray_images, encoded))
 
 
 def _margin(record: dict[str, Any]) -> float:

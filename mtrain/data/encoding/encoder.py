@@ -122,9 +122,19 @@ class RecordEncoder:
         record = self.renamed(record)
         sizes = dict(key_and_sizes(extra) for extra in self._section.extras)
         sample = self._encode({key: value for key, value in record.items() if key not in sizes}, folder)
+        self.without_stray_images(sample)
+        return replace(sample, extras=token_extras(record, sizes, len(sample.ids))) if sizes else sample
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether conversations can have images."""
+        return self._images is not None
+
+    def without_stray_images(self, sample: TokenizedSample) -> TokenizedSample:
+        """Returns the sample; raises DataError if it has image tokens but no image."""
         if self._images is not None and not sample.images and (sample.ids == self._images.image_token).any():
             raise DataError(f"has the image token, {self._images.image_token}, but no image; remove the token")
-        return replace(sample, extras=token_extras(record, sizes, len(sample.ids))) if sizes else sample
+        return sample
 
     def _encode(self, record: dict[str, Any], folder: Path) -> TokenizedSample:
         match self._section.format:

@@ -60,6 +60,13 @@ def with_column(record: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in record.items() if key not in columns}, "messages": filled}
 
 
+def has_images(message: object) -> bool:
+    """Says whether a part of a message is an image."""
+    content = message.get("content") if isinstance(message, dict) else None
+    parts = content if isinstance(content, list) else []
+    return any(isinstance(part, dict) and part.get("type") in IMAGE_TYPES for part in parts)
+
+
 def _has_own_images(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     return isinstance(content, list) and any(map(_source_keys, content))

@@ -1,6 +1,7 @@
 """Images of samples: cuts between images, and the patches, features and positions of a piece."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.core.batch.images import SampleImages
-from mtrain.core.batch.sample import EncodedImage, TokenizedSample
+from mtrain.core.batch.sample import EncodedImage, Sample, TokenizedSample
 from mtrain.data.cache.entry import TokenCache
 from mtrain.hf.images import ImageProcessor, Patches
 
@@ -86,3 +87,19 @@ def placed(ids: NDArray[np.integer[Any]], patches: Sequence[Patches], processor:
     # no copy of a single image, which many rollouts may share
     whole = pixels[0] if len(pixels) == 1 else np.concatenate(pixels)
     return SampleImages(whole, grids, places, processor.axes(ids, grids))
+
+
+def with_images(
+    sample: Sample, record: TokenizedSample, start: int, end: int, processor: ImageProcessor | None, location: str
+) -> Sample:
+    """Adds the images among the tokens [start, end) of a record to the sample of these tokens.
+
+    Raises:
+        DataError: An image cannot be read; the message begins with `location`.
+    """
+    if processor is None or not record.images:
+        return sample
+    try:
+        return replace(sample, images=images_of(record, start, end, processor))
+    except DataError as fault:
+        raise DataError(f"{location}: an image {fault}") from None

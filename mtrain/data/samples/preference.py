@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
-from mtrain.core.batch.sample import Sample, TokenizedSample, with_label
+from mtrain.core.batch.sample import EncodedImage, Sample, TokenizedSample, with_label
 from mtrain.core.loss.preference.member import GroupMember, Role
 from mtrain.data.cache.entry import TokenCache
+from mtrain.data.samples.images import encoded_images, outside, spans, with_images
 from mtrain.data.samples.sft import Pieces, RowLimit, sample_of_record, why_nothing
 
 
@@ -32,7 +33,7 @@ class PreferenceDataset:
         numbers: Numbers of the groups that are used, counted from 0.
         is_judged: Whether a head judges pairs: a label follows each sequence, which no cut removes, and the pair
             has a margin."""
-        self._seq_length, self._too_long, _ = seq_length, too_long, _ = limit
+        self._seq_length, self._too_long, self._images = seq_length, too_long, images = limit
         self.cache, self._compares, self._is_judged = cache, compares, is_judged
         self._groups, self._numbers = np.arange(numbers.start, numbers.stop), numbers
         lengths = self._whole_lengths(np.repeat(self._groups, 2), np.tile([0, 1], len(self._groups))).reshape(-1, 2)
@@ -53,7 +54,10 @@ class PreferenceDataset:
                 f"({self._num_long} were left out as longer than {seq_length + 1} tokens); give more of them, another "
                 "data.split or a larger data.seq_length"
             )
+        self._spared = self._spared_tokens(is_long)
         self.fingerprint = f"{cache.fingerprint}-{compares}-{numbers.start}-{numbers.stop}-{seq_length}-{too_long}"
+        if cache.images is not None and images is not None:
+            self.fingerprint += f"-{images.fingerprint}"
         self.references: NDArray[np.float64] | None = None
         """[sequences]: scores under the reference model; None until they are computed."""
 
@@ -62,24 +66,61 @@ class PreferenceDataset:
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Returns a sequence; the same in every epoch."""
-        group, second = divmod(index, 2)
-        sequence, role = self._sequence(int(self._groups[group]), second)
-        length, most = len(sequence.ids), self._seq_length + 1
-        start = max(0, length - most) if self._too_long == "start" else 0
-        end = min(length, start + most)
-        if self._is_judged and end < length:
+        group = index // 2
+        sequence, role, start, end = self._cut(index)
+        if self._is_judged and end < len(sequence.ids):
             sequence = with_label(sequence, end)
         margin = 0.0
         if self._is_judged:
             assert sequence.extras is not None, "the cache has margins"
             margin = float(sequence.extras[-1, 0])
         reference = None if self.references is None else float(self.references[index])
-        return sample_of_record(sequence, start, end).as_member(GroupMember(group, role, reference, margin))
+        sample = sample_of_record(sequence, start, end).as_member(GroupMember(group, role, reference, margin))
+        return with_images(sample, sequence, start, end, self._images, self.location(index))
+
+    def images(self, index: int) -> tuple[EncodedImage, ...]:
+        """Returns the images of a sequence as they are stored, for display."""
+        sequence, _, start, end = self._cut(index)
+        return () if self._images is None else encoded_images(sequence, start, end, self._images)
+
+    def _cut(self, index: int) -> tuple[TokenizedSample, Role, int, int]:
+        """Returns a sequence with its role, and the first token and the end of what fits into a row."""
+        sequence, role = self._sequence(int(self._groups[index // 2]), index % 2)
+        length = len(sequence.ids)
+        size = int(self._sizes(np.array([index]))[0])
+        start = length - size if self._too_long == "start" else 0
+        return sequence, role, start, start + size
+
+    def _sizes(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns [n]: tokens of sequences that fit into a row."""
+        lengths = self._whole_lengths(self._groups[indices // 2], indices % 2)
+        spared = np.array([self._spared.get(index, 0) for index in indices.tolist()] if self._spared else 0)
+        sizes: NDArray[np.int64] = np.minimum(lengths, self._seq_length + 1) - spared
+        return sizes
+
+    def _spared_tokens(self, is_long: NDArray[np.bool_]) -> dict[int, int]:
+        """Returns by index of a sequence how many tokens more than necessary are cut, since no cut is inside an image.
+
+        Args:
+            is_long: [groups before some are dropped], whether a group has a sequence that is longer than a row.
+        """
+        spared = dict[int, int]()
+        if self._images is None or self.cache.images is None or self._too_long == "drop" or not is_long.any():
+            return spared
+        for group in np.flatnonzero(is_long).tolist():
+            number = int(self._groups[group])
+            for second, length in enumerate(self._whole_lengths(np.full(2, number), np.arange(2)).tolist()):
+                # all images are in the prompt, which the mismatched sequence of an answer shares
+                shown = spans(self.cache, 2 * number + second if self._compares == "pairs" else number, self._images)
+                cut = length - self._seq_length - 1 if self._too_long == "start" else self._seq_length
+                if length > self._seq_length + 1:
+                    to: Literal["earlier", "later"] = "later" if self._too_long == "start" else "earlier"
+                    spared[2 * group + second] = abs(outside(shown, cut, to) - cut)
+        return spared
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns [n]: positions that sequences take in rows, at least 1, without reading them."""
-        lengths = self._whole_lengths(self._groups[indices // 2], indices % 2)
-        widths: NDArray[np.int64] = np.maximum(1, np.minimum(lengths, self._seq_length + 1) - 1)
+        widths: NDArray[np.int64] = np.maximum(1, self._sizes(indices) - 1)
         return widths
 
     def why_nothing(self) -> str | None:
@@ -88,7 +129,8 @@ class PreferenceDataset:
         groups = self._groups
         samples = np.stack([2 * groups, 2 * groups + 1], axis=1).ravel() if self._compares == "pairs" else groups
         lengths = self.cache.lengths[samples]
-        sizes = np.minimum(lengths, self._seq_length + 1)
+        indices = np.arange(len(self)) if self._compares == "pairs" else 2 * np.arange(len(groups))
+        sizes = self._sizes(indices)
         starts = lengths - sizes if self._too_long == "start" else np.zeros_like(lengths)
         return why_nothing(self.cache, Pieces(samples, starts, sizes), self._is_judged)
 
@@ -136,7 +178,7 @@ class PreferenceDataset:
         prompt = int(self.cache.prompt_lengths[group])
         ids = np.concatenate([answer.ids[:prompt], other.ids[begin:]])
         weights = np.concatenate([answer.loss_weights[:prompt], other.loss_weights[begin:]])
-        return TokenizedSample(ids, weights), "mismatched"
+        return TokenizedSample(ids, weights, images=answer.images), "mismatched"
 
     def _location_of(self, group: int) -> str:
         return self.cache.location(2 * group if self._compares == "pairs" else group)

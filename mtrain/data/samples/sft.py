@@ -24,7 +24,7 @@ from mtrain.config.extras import ROUTED_EXPERTS, choice_columns
 from mtrain.core.batch.sample import EncodedImage, Sample, TokenizedSample, shifted, with_label
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.formats.recognise import FileKind
-from mtrain.data.samples.images import encoded_images, images_of, outside, spans, split
+from mtrain.data.samples.images import encoded_images, outside, spans, split, with_images
 from mtrain.hf.images import ImageProcessor
 
 TooLong = Literal["end", "start", "drop", "refuse", "split"]
@@ -253,12 +253,7 @@ class SftDataset:
         if self._is_judged and end < len(record.ids):
             record = with_label(record, end)
         sample = sample_of_record(record, start, end, self._extras)
-        if self._images is None or not record.images:
-            return sample
-        try:
-            return replace(sample, images=images_of(record, start, end, self._images))
-        except DataError as fault:
-            raise DataError(f"{self.location(index)}: an image {fault}") from None
+        return with_images(sample, record, start, end, self._images, self.location(index))
 
     def images(self, index: int) -> tuple[EncodedImage, ...]:
         """Returns the images of a sample as they are stored, for display."""

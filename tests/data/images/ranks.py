@@ -12,6 +12,8 @@ from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
 from mtrain.data.loader import StepLoader
+from mtrain.runs.folder import RunFolder
+from mtrain.training.build import build_run
 
 
 def losses(groups: Groups, config: Config) -> list[float]:
@@ -27,3 +29,12 @@ def losses(groups: Groups, config: Config) -> list[float]:
         step.update(totals, learning_rate(number, config.optimizer, config.train.num_steps))
         found.append(totals.objective)
     return found
+
+
+def scores_and_loss(groups: Groups, config: Config) -> tuple[list[float], float]:
+    """Starts a run; returns the scores of its reference model, and the loss of its first step."""
+    run = build_run(config, groups, RunFolder(Path(config.run.dir)))
+    assert run.loader is not None
+    (source,) = run.loader.preferences.values()
+    assert source.references is not None
+    return source.references.tolist(), run.training.forward_backward(run.loader.batches(0)).objective

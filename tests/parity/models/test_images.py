@@ -9,15 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.core.layers.vision import built_tower
+from mtrain.core.loss.preference.member import GroupMember
 from tests.core.engine.token_ranks import counted
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, Deviation, relative, worst
 from tests.parity.image_ranks import frequencies, train_both, train_by_place, train_with
-from tests.parity.images import MIXED, ONE, Exact, Kind, drawn, exact, initial, knobs
+from tests.parity.images import MIXED, ONE, Exact, Kind, differentiated, drawn, exact, initial, knobs, score
 from tests.parity.ranks import Outcome, train
 from tests.pool import Pool, RankFailed
 
@@ -219,6 +221,42 @@ def test_each_part_has_its_own_learning_rate(pool: Pool, each: Case, changes: di
 @cache
 def reference_with_rates() -> Exact:
     return exact("dense", config_of(case(num_layers=2), "dense", TRAINED, **RATES), steps())
+
+
+BETA = 0.3
+
+
+@cache
+def pairs() -> list[Any]:
+    """Draws chosen and rejected answers, some of which have images, with scores of a reference near their own."""
+    rng, found = np.random.default_rng(4), []
+    for number, sample in enumerate(drawn(MIXED, 4, LENGTHS)):
+        role: Any = "rejected" if number % 2 else "chosen"
+        reference = -4.0 * float(sample.mask.sum()) + float(rng.normal())
+        found.append(sample.as_member(GroupMember(number // 2, role, reference)))
+    return found
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_preferences_of_answers_to_images_are_learned_as_defined(pool: Pool, shard: str) -> None:
+    """DPO (Rafailov et al. 2023, equation 7) of the scores of transformers' model."""
+    each, batch = case(2, num_layers=2, cp=2, dp=2), pairs()
+    changes = {"loss__function": "dpo", "loss__options": {"beta": BETA}, "train__global_batch_size": len(batch) // 2}
+    config = config_of(each, "dense", TRAINED, layout__shard=shard, **changes, **PACKED)
+    outcome = agreed(pool.run(train, each.resolved(config), config, initial("dense"), [batch]))
+    loss, gradients = exact_preferences()
+    assert relative(outcome.steps[0].loss, loss) <= TOLERANCE
+    assert worst(outcome.steps[0].gradients, gradients, config) <= TOLERANCE
+
+
+@cache
+def exact_preferences() -> tuple[float, Any]:
+    def loss(model: Any) -> Any:
+        gains = [score(model, sample) - sample.member.reference for sample in pairs()]
+        margins = [chosen - rejected for chosen, rejected in zip(gains[::2], gains[1::2], strict=True)]
+        return -torch.nn.functional.logsigmoid(BETA * torch.stack(margins)).mean()
+
+    return differentiated("dense", loss)
 
 
 def test_text_alone_computes_the_same_bits_as_without_a_tower(pool: Pool) -> None:
