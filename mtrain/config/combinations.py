@@ -50,7 +50,6 @@ def images(config: Sections) -> Iterator[str]:
     if vision is None:
         return
     unable = {
-        f"train.compile={train.compile}": train.compile in COMPILED,
         f"train.fp8={train.fp8}": train.fp8 is not None,
         f"train.offload_layers={train.offload_layers}": train.offload_layers is not None,
         "train.overlap_param_gather=true": train.overlap_param_gather,

@@ -25,7 +25,6 @@ BALANCED = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "expert_bias": 
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 LORA = {"kind": "lora", "rank": 2, "targets": ["proj"]}
 UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "train.compile=layers": ({"train__compile": "layers"}, {}),
     "train.offload_layers=1": ({"train__offload_layers": 1}, {}),
     "train.overlap_param_gather=true": (
         {"train__overlap_param_gather": True, "train__overlap_grad_reduce": True},

@@ -15,12 +15,13 @@ from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.core.layers.vision import built_tower
 from mtrain.core.loss.preference.member import GroupMember
+from tests.core.compiled import compiled_ranks
 from tests.core.engine.token_ranks import counted
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, Deviation, relative, worst
 from tests.parity.image_ranks import frequencies, train_both, train_by_place, train_with
 from tests.parity.images import MIXED, ONE, Exact, Kind, differentiated, drawn, exact, initial, knobs, score
-from tests.parity.ranks import Outcome, train
+from tests.parity.ranks import Outcome, Run, train
 from tests.pool import Pool, RankFailed
 
 TRAINED = {"freeze_tower": False, "freeze_projector": False}
@@ -221,6 +222,19 @@ def test_each_part_has_its_own_learning_rate(pool: Pool, each: Case, changes: di
 @cache
 def reference_with_rates() -> Exact:
     return exact("dense", config_of(case(num_layers=2), "dense", TRAINED, **RATES), steps())
+
+
+@pytest.mark.parametrize("kind", ["dense", "deepstack"])
+def test_compiled_layers_read_images(pool: Pool, kind: Kind) -> None:
+    """Microbatches of text and of images have angles of other shapes, and so graphs of their own."""
+    each = case(4, num_layers=2 if kind == "dense" else 3)
+    configs = [config_of(each, kind, TRAINED, train__compile=choice) for choice in ("layers", "regions")]
+    runs = [Run(config, initial(kind), steps()) for config in configs]
+    (found,) = pool.run(compiled_ranks.train_each, each.resolved(configs[0]), runs, "eager")
+    for one, config in zip(found, configs, strict=True):
+        measured(one.outcome, reference(kind, tuple(TRAINED.items())), config).assert_below()
+        assert one.num_graphs > 0
+        assert one.printed == ""
 
 
 BETA = 0.3
