@@ -106,7 +106,12 @@ def with_options(kind: type[Any], *names: str, **defaults: Any) -> Callable[[Cal
 
 
 class Verbs(TyperGroup):
-    """Command group that suggests a known verb for an unknown one."""
+    """Command group that suggests a known verb for an unknown one, and lists its verbs by their first sentence."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [(name, verb.get_short_help_str(limit=1000)) for name, verb in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolves the verb; `args` follows the options of the group and is never empty."""

@@ -39,7 +39,7 @@ ExportDtype = StrEnum("ExportDtype", ["keep", "float32", "float16", "bfloat16", 
 HfOption = Annotated[
     Path, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False, callback=folder_of)
 ]
-OutArgument = Annotated[Path | None, typer.Argument(metavar="OUT]", help="The same as --out.", show_default=False)]
+OutArgument = Annotated[Path | None, typer.Argument(metavar="OUT", help="The same as --out.", show_default=False)]
 OutOption = Annotated[Path | None, typer.Option(help="Folder to create; must not exist.", show_default=False)]
 CheckpointOption = Annotated[Path, typer.Option(help="A checkpoint, or a run folder.", show_default=False)]
 SourceOption = Annotated[Path | None, typer.Option(help="A checkpoint, or a run folder.", show_default=False)]
@@ -53,9 +53,7 @@ ThresholdOption = Annotated[float, typer.Option(help="Largest relative differenc
 
 @convert_app.command("import")
 def import_(
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="[HF", help="The folder of --hf.", show_default=False)
-    ] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="HF", help="The same as --hf.", show_default=False)] = None,
     target: OutArgument = None,
     hf: Annotated[
         Path | None, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False)
@@ -122,7 +120,7 @@ def import_(
 @convert_app.command("export")
 def export(
     source: Annotated[
-        Path | None, typer.Argument(metavar="[CHECKPOINT", help="The same as --checkpoint.", show_default=False)
+        Path | None, typer.Argument(metavar="CHECKPOINT", help="The same as --checkpoint.", show_default=False)
     ] = None,
     target: OutArgument = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint, or a run folder.", show_default=False)] = None,

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from mtrain.base.errors import DataError
 from mtrain.base.log import output_console
-from mtrain.cli.arguments import folder_of
+from mtrain.cli.arguments import Verbs, folder_of
 from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from mtrain.data.ledger import Ledger
 
 
-class _ShowUnlessNamed(TyperGroup):
+class _ShowUnlessNamed(Verbs):
     """Command group with the default verb `show`, if the first argument is a path."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -131,4 +131,6 @@ def _write(translate: Callable[[], "Translation"], output: Path | None) -> None:
             write_atomically(output, text)
     for line in (*translation.lost, *translation.notes):
         print(f"note: {line}", file=sys.stderr)
+    for line in translation.missing:
+        print(f"to be completed: {line}", file=sys.stderr)
     print(f"wrote {output}; read it, then run: mtrain check {output} --world-size N", flush=True)

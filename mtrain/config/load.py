@@ -31,7 +31,7 @@ from mtrain.base.yaml_text import (
     yaml_text,
 )
 from mtrain.config.kinds import before_another_kind, of_one_kind
-from mtrain.config.messages import dotted, joined, readable, without_kinds
+from mtrain.config.messages import SCRIPTS, dotted, joined, not_a_script, readable, without_kinds
 from mtrain.config.renamed import with_current_names
 from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import BrokenRulesError
@@ -240,9 +240,18 @@ def read_mapping(path: Path) -> dict[Any, Any]:
 
 def _read_mapping(path: Path) -> YamlText:
     text = _text_of(path)
+    if path.suffix in SCRIPTS:
+        raise ConfigError(not_a_script(str(path)))
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{path}: this is a Python program, but a YAML file is needed; run the program with: "
+            f"mtrain launch local -n RANKS {path}"
+        )
     try:
         read = read_yaml(text)
     except YamlTextError as fault:
+        if text.startswith("#!"):
+            raise ConfigError(not_a_script(str(path))) from None
         line = "" if fault.line is None else f":{fault.line}"
         remedy = "; fix the YAML" if isinstance(fault, NotYamlError) else ""
         raise ConfigError(f"{path}{line}: {fault}{remedy}") from None

@@ -13,6 +13,8 @@ from mtrain.config.kinds import kinds_of, sections_at
 from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import AS_LIST, BrokenRulesError, Section, is_list_or_mapping, sections_in
 
+SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+"""Endings of shell scripts."""
 _LONGEST_VALUE = 80
 _LONGEST_LINE = 1000
 _LONGEST_END = 200
@@ -39,6 +41,14 @@ def _printable(line: str) -> str:
     if line.isprintable():
         return line
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+
+
+def not_a_script(path: str) -> str:
+    """Returns the refusal of a shell script, of which only the printed arguments can be translated."""
+    return (
+        f"{path}: this is a shell script, which is not executed here; write `echo` before its command that starts "
+        f"training, and translate what it prints, for instance: mtrain from megatron-lm $(bash {path})"
+    )
 
 
 def dotted(location: Location) -> str:

@@ -55,10 +55,11 @@ def how_to_download(name: str, kind: Kind = "model") -> str:
     match = _NAME.fullmatch(name)
     if match is None or Path(name).exists() or Path(match[1]).is_dir() or Path(name).suffix in _OF_FILES:
         return ""
+    owner = "ORG" if match[1] == f"{kind}s" else match[1]  # a folder named as below, or in the documentation
     options = (" --repo-type dataset" if kind == "dataset" else "") + (f" --revision {match[3]}" if match[3] else "")
     return (
         f" (mtrain downloads nothing, and the hub's cache does not have it; if this is a {kind} on the hub, run "
-        f"hf download {match[1]}/{match[2]}{options} --local-dir {kind}s/{match[2]})"
+        f"hf download {owner}/{match[2]}{options} --local-dir {kind}s/{match[2]})"
     )
 
 

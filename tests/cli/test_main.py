@@ -86,6 +86,24 @@ def test_every_help_has_an_example() -> None:
         assert example.split()[1:].index(words[-1]) == len(words) - 1, example
 
 
+@pytest.mark.parametrize("group", sorted({name.split()[0] for name in EXAMPLES if " " in name}))
+def test_verbs_are_listed_by_whole_sentences(group: str) -> None:
+    code, text = call(group, "--help")
+    listed = text.partition("Commands:\n")[2].partition("Example:")[0].strip()
+    sentences = " ".join(listed.split()).split(". ")
+    assert code == 0
+    assert "..." not in listed
+    assert len(sentences) == sum(name.split()[0] == group for name in EXAMPLES if " " in name), sentences
+
+
+@pytest.mark.parametrize("verb", ["convert import", "convert export"])
+def test_brackets_of_a_usage_are_closed(verb: str) -> None:
+    text = call(*verb.split(), "--help")[1]
+    usage = text.partition("\n\n")[0]
+    assert usage.count("[") == usage.count("]")
+    assert not re.search(r"^  (\[\S+ <|\S+\] <)", text, re.MULTILINE), text
+
+
 NEEDS_A_MODEL = "models/"
 """Beginning of a path in examples that only its reader has."""
 

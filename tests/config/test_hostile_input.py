@@ -70,6 +70,23 @@ def test_what_is_no_configuration_is_not_read(
     check_message(refusal([base, make(tmp_path / "odd.yaml")], [], notice))
 
 
+PROGRAMS = {
+    "train.sh": "torchrun pretrain_gpt.py\n",
+    "job.sbatch": "#!/bin/bash\n#SBATCH --nodes=2\nmodel: x\n",
+    "job": "#!/bin/bash\nARGS=(\n\t--lr 1e-3\n)\n",
+    "train.py": "import mtrain\n",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_no_configuration(name: str, base: Path, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(PROGRAMS[name])
+    way = f"mtrain launch local -n RANKS {path}" if name.endswith(".py") else f"$(bash {path})"
+    with refuses(ConfigError, way):
+        load_config([base, path])
+
+
 def bomb(levels: int) -> str:
     """Returns aliases of which every level repeats the one before nine times."""
     lines = ["a0: &a0 [x, x]"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command_line import call
+from tests.cli.command_line import call, parsed
 from tests.paths import CONFIGS, ROOT
 
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
@@ -24,6 +24,9 @@ def test_a_start_fits_the_gpus_that_it_names(path: Path, monkeypatch: pytest.Mon
     assert command is not None
     assert text.startswith(f"# GPUs: {int(command[2]) * int(command[3])} x H100 80 GB\n")
     assert str(path.relative_to(ROOT)) in command[1].split()
+    for folder, line in re.findall(r"initialize_from: (\S+)(?: +# mtrain (.*))?$", text, re.MULTILINE):
+        found = parsed(line)
+        assert (str(found["folder"]).startswith("models/"), str(found["target"])) == (True, folder)
     variants = re.findall(r"^#   \.\.\. ((?:\S+=\S+ )+)", text, re.MULTILINE)
     memory, hours = list[float](), list[float]()
     for overrides in (variant.split() for variant in variants or [""]):

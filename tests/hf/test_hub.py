@@ -104,6 +104,8 @@ def test_a_command_fetches_what_is_missing(home: Path) -> None:
     assert "hf download org/name --repo-type dataset --local-dir datasets/name)" in how_to_download(
         "org/name", "dataset"
     )
+    assert "hf download ORG/Qwen3-8B --local-dir models/Qwen3-8B)" in how_to_download("models/Qwen3-8B")
+    assert "hf download ORG/x --repo-type dataset --local-dir datasets/x)" in how_to_download("datasets/x", "dataset")
     Path("data").mkdir()
     for path in ("data/chats", "corpora/train.jsonl", "corpora/a.parquet", "corpora/b.jsonl.gz", "../name", "a/b/c"):
         assert how_to_download(path, "dataset") == "", "a local path"

@@ -124,9 +124,17 @@ def checkpoint_at(path: Path, unusable: Mapping[int, str] | None = None) -> Newe
         return Newest(entry, ())
     newest = newest_good(path / "checkpoints", unusable)
     if newest.entry is None:
-        is_hf = (path / "config.json").exists()
-        hint = "; name a Hugging Face folder as model.hf, or import it first" if is_hf else ""
-        raise DataError(f"{path} is neither a checkpoint (no {MANIFEST_NAME}) nor a run folder with a checkpoint{hint}")
+        if not path.exists():
+            remedy = (
+                f"fix the path, or make a checkpoint there of a Hugging Face model: mtrain convert import HF {path}"
+            )
+        elif (path / "config.json").exists():
+            remedy = f"name this Hugging Face folder as model.hf, or import it first: mtrain convert import {path} OUT"
+        else:
+            remedy = "name a checkpoint, or a run that has saved one"
+        raise DataError(
+            f"{path} is neither a checkpoint (no {MANIFEST_NAME}) nor a run folder with a checkpoint; {remedy}"
+        )
     return newest
 
 

@@ -3,6 +3,9 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from mtrain.base.errors import ConfigError
+from mtrain.config.messages import SCRIPTS, not_a_script
+
 _LAUNCHERS = frozenset(("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"))
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _OPERATOR = re.compile(r"\d?>{1,2}(&\d|\S*)|&>{1,2}\S*|\|{1,2}|&{1,2}|;")
@@ -20,6 +23,9 @@ def after_launcher(words: Iterable[str], commands: Collection[str] = ()) -> tupl
 
     Returns:
         Words up to the program's name, empty without a launcher; and the arguments.
+
+    Raises:
+        ConfigError: The words name a shell script, which is not executed here.
     """
     cleaned = [word.strip() for word in words]
     cleaned = [word for word in cleaned if word and word != "\\"]
@@ -32,6 +38,9 @@ def after_launcher(words: Iterable[str], commands: Collection[str] = ()) -> tupl
         is_script = word.endswith(".py") and not word.startswith("-") and "=" not in word
         if is_module or is_script or word in commands:
             return cleaned[: number + 1], cleaned[number + 1 :]
+    for word in cleaned:
+        if word.endswith(SCRIPTS):
+            raise ConfigError(not_a_script(word))
     return [], cleaned
 
 

@@ -1,6 +1,7 @@
 """Ways to write a command line or a file of another program that mean the same are read as the same."""
 
 import itertools
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,39 @@ def test_variables_of_a_shell_are_refused(program: str, words: str, fact: str) -
     assert code == 2
     assert fact in text
     assert "shell variable" in text
+
+
+SCRIPT = """#!/bin/bash
+#SBATCH --nodes=2
+GPUS=8
+LAUNCH=(--nproc_per_node $GPUS --nnodes ${SLURM_NNODES:-2})
+MODEL_ARGS=(
+    --num-layers 8
+    --hidden-size 64
+)
+REST="--lr 1e-3 --data-path c4"
+srun torchrun ${LAUNCH[@]} pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} \\
+    $REST --save runs/x
+"""
+
+
+@pytest.mark.parametrize("line", ["run{}", "bash run{}", "sbatch --nodes=2 run{}", "srun ./run{} a.yaml"])
+@pytest.mark.parametrize("ending", [".sh", ".sbatch"])
+@pytest.mark.parametrize(
+    "program", ["megatron-lm", "ms-swift", "verl", "llamafactory", "trl", "megatron-bridge", "torchtitan"]
+)
+def test_a_shell_script_is_refused_with_the_way_to_its_arguments(program: str, line: str, ending: str) -> None:
+    code, text = call("from", program, *line.format(ending).split())
+    assert (code, f"run{ending}: this is a shell script" in text, "`echo`" in text) == (2, True, True), text
+    assert text.count("\n") == 1
+
+
+def test_what_a_script_prints_is_translated(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT.replace("srun torchrun", "echo srun torchrun"))
+    printed = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=True).stdout
+    assert said(from_megatron_lm(printed.split())) == said(from_megatron_lm(MEGATRON.split()))
 
 
 def test_a_refused_translation_writes_nothing(tmp_path: Path) -> None:
