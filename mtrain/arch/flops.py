@@ -9,7 +9,7 @@ from typing import assert_never
 from mtrain.arch.adapters import OUTPUT, in_layer, learns_output, tables, trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS
 from mtrain.arch.features.feature import EMBEDDING
-from mtrain.arch.features.vision import patches_of_tokens
+from mtrain.arch.features.vision import patches_of_tokens, projections
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
@@ -131,11 +131,11 @@ def _tower_products(vision: VisionSection, hidden_size: int, work: Work) -> int:
     Gradients end at the first trained part, so a frozen tower has none, and its patches never do. Interpolated
     positions do not count.
     """
-    width, merged = vision.hidden_size, vision.patches_per_feature * vision.hidden_size
-    learns_tower = not vision.freeze_tower
+    width, learns_tower = vision.hidden_size, not vision.freeze_tower
     patches = work.patches * vision.patch_elements * width
     blocks = work.patches * (4 * width**2 + 2 * width * vision.ffn_hidden_size) + work.patch_pairs * 2 * width
-    mergers = (1 + len(vision.deepstack)) * work.patches // vision.patches_per_feature * merged * (merged + hidden_size)
+    per_feature = sum(rows * columns for rows, columns in projections(vision, hidden_size))
+    mergers = work.patches // vision.patches_per_feature * per_feature
     return (
         (1 + learns_tower) * patches
         + (1 + 2 * learns_tower) * vision.num_layers * blocks

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from mtrain.config.schema.data import ImagesSection
 from mtrain.config.schema.vision import VisionSection
 from mtrain.hf.schema.files import read_json
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
 """Files that describe an image processor; transformers prefers the first."""
 _WIDE_MODES = ("I", "F")
@@ -58,7 +59,11 @@ class ImageProcessor:
         files = {name: read_json(folder / name) for name in PROCESSOR_NAMES if (folder / name).is_file()}
         # transformers resizes with torchvision if it is installed, otherwise with Pillow, which gives different pixels
         backend = "pillow" if find_spec("torchvision") is None else "torchvision"
+        self.around = self._around()
+        """Text that a template writes for an image -> the text around the image's token that replaces it; empty if the
+        template writes all of it."""
         decisive = [files, self.image_token, self._merge_size, self._limits, backend]
+        decisive += [self.around] if self.around else []  # none in caches of earlier versions
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
         """Identifies the settings that make patches from images."""
 
@@ -69,6 +74,25 @@ class ImageProcessor:
     def load(self) -> None:
         """Loads the processor; raises DataError or MachineError if that is impossible."""
         _ = self._processor
+
+    def _around(self) -> dict[str, str]:
+        """Source: transformers 5.24, processing_gemma3.py, Gemma3Processor.__init__."""
+        if self._vision.kind != "gemma3":
+            return {}
+        config, name = self._folder / TOKENIZER_CONFIG, "extra_special_tokens"
+        content = read_json(config) if config.is_file() else {}
+        extra: Any = content.get(name)
+        tokens = [
+            {**(extra if isinstance(extra, dict) else {}), **content}.get(f"{part}_token")
+            for part in ("boi", "image", "eoi")
+        ]
+        begin, image, end = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+        if not (isinstance(begin, str) and isinstance(image, str) and isinstance(end, str)):
+            raise DataError(
+                f"{config} needs boi_token, image_token and eoi_token, which Gemma 3 writes around an image; set "
+                "data.tokenizer to the folder of the model"
+            )
+        return {begin: f"\n\n{begin}{image}{end}\n\n"}
 
     def num_features(self, grid: Sequence[int] | NDArray[np.int64]) -> int:
         """Returns the number of tokens that an image takes."""
@@ -88,6 +112,9 @@ class ImageProcessor:
         """
         axes = np.empty((len(ids), 3), np.int64)
         image_tokens = np.flatnonzero(ids == self.image_token)
+        if self._vision.rope_sections is None:
+            _count(axes, 0)
+            return axes
         token = position = feature = 0
         for grid in grids:
             frames, rows, columns = (int(grid[0]), *(int(size) // self._merge_size for size in grid[1:]))
@@ -132,6 +159,42 @@ class ImageProcessor:
             outputs = processor(processor.fetch_images([url]), return_tensors="np", **options)
         except Exception as fault:
             raise _unreadable(fault) from fault
+        match self._vision.kind:
+            case "qwen3_vl":
+                return self._patches_of_grid(outputs)
+            case "gemma3":
+                return self._patches_of_square(outputs)
+            case _:
+                assert_never(self._vision.kind)
+
+    def _patches_of_square(self, outputs: Any) -> Patches:
+        vision, pixels = self._vision, np.asarray(outputs["pixel_values"], np.float32)
+        assert vision.fixed_side is not None, "a rule of the section"
+        side, channels, size = vision.fixed_side, vision.num_channels, vision.patch_size
+        if len(pixels) > 1:
+            raise DataError(
+                f"becomes {len(pixels)} crops with {type(self._processor).__name__} of {self._folder}, but crops are "
+                "not supported; set do_pan_and_scan to false there"
+            )
+        if pixels.shape[1:] != (channels, side * size, side * size) or self._num_tokens() != self.num_features(
+            (1, side, side)
+        ):
+            raise DataError(
+                f"becomes {list(pixels.shape[1:])} numbers and {self._num_tokens()} tokens with "
+                f"{type(self._processor).__name__} of {self._folder}, but model.vision needs "
+                f"{[channels, side * size, side * size]} and {self.num_features((1, side, side))}; set data.tokenizer "
+                "to the folder of the model"
+            )
+        rows = pixels.reshape(channels, side, size, side, size).transpose(1, 3, 0, 2, 4)
+        return Patches(np.ascontiguousarray(rows.reshape(side**2, -1)), np.array([1, side, side]))
+
+    def _num_tokens(self) -> int:
+        """Returns the number of tokens that transformers' processor writes for an image."""
+        file = self._folder / "processor_config.json"
+        return int((read_json(file) if file.is_file() else {}).get("image_seq_length", 256))
+
+    def _patches_of_grid(self, outputs: Any) -> Patches:
+        processor = self._processor
         size, merge_size = np.shape(outputs["pixel_values"])[-1], getattr(processor, "merge_size", None)
         if "image_grid_thw" not in outputs or merge_size != self._merge_size or size != self._vision.patch_elements:
             raise DataError(

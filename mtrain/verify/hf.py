@@ -173,7 +173,7 @@ def _data(config: Config, inputs: Sequence[_StepInputs]) -> str:
     data = "the first batches of the run's own data" if config.data.kind != "mock" else "random tokens"
     if config.model.vision is None:
         return data
-    with_images = sum(bool(rows.images) for each in inputs for rows in each.step.rows)
+    with_images = sum("pixel_values" in rows.images for each in inputs for rows in each.step.rows)
     return f"{data}, {with_images or 'none'} of {sum(len(each.step.rows) for each in inputs)} samples with images"
 
 
@@ -189,14 +189,15 @@ def _documents(rows: Rows, weights: Tensor, vision: VisionSection | None) -> Ite
 
 
 def _images(pictures: Sequence[Picture], is_document: Tensor, vision: VisionSection | None) -> dict[str, Tensor]:
-    if not pictures or vision is None:
+    if vision is None:
         return {}
     is_image = torch.zeros_like(is_document)
     for picture in pictures:
         is_image[picture.start : picture.start + num_features(picture, vision)] = True
-    pixels = torch.from_numpy(np.concatenate([picture.pixels for picture in pictures]))
+    nothing = np.empty((0, vision.patch_elements), np.float32)
+    pixels = torch.from_numpy(np.concatenate([nothing, *(picture.pixels for picture in pictures)]))
     grids = torch.tensor([[1, picture.rows, picture.columns] for picture in pictures])
-    return image_inputs(is_image[is_document].unsqueeze(0), pixels, grids)
+    return image_inputs(vision, is_image[is_document].unsqueeze(0), pixels, grids)
 
 
 def _reference(
@@ -212,7 +213,7 @@ def _reference(
     if config.model.vision is not None:
         tower = family_of(read_json(Path(config.model.hf) / CONFIG_NAME)).tower
         assert tower is not None and tower.trained is not None, "model.vision is read from the folder"  # noqa: PT018
-        freeze(model, config.model.vision, tower.trained.prefix)
+        freeze(model, config.model.vision, tower.trained)
     for number, outcome in enumerate(transformers_steps(model, config.optimizer, steps)):
         denominator = steps[number].denominator
         mean = outcome.numerator / denominator if denominator else 0.0

@@ -19,6 +19,10 @@ VISION: dict[str, Any] = {
     "rope_sections": (2, 1, 1),
     "image_token": 5,
 }
+GEMMA3: dict[str, Any] = {name: value for name, value in VISION.items() if name != "rope_sections"} | {
+    "kind": "gemma3",
+    "frames_per_patch": 1,
+}
 TRAINED = {"freeze_tower": False}
 ALONE = {"freeze_language_model": True}
 BALANCED = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "expert_bias": True, "bias_update_rate": 0.001}
@@ -52,6 +56,25 @@ UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepstack=[1, 0]": ({}, {"deepstack": (1, 0)}),
     "hidden_size=20": ({}, {"hidden_size": 20}),
     "num_positions=15": ({}, {"num_positions": 15}),
+    "rope_sections is missing": ({}, {"rope_sections": None}),
+}
+NETS = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8, "full_attention_every": 2}
+UNABLE_WITH_GEMMA3: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "layout.cp_comm=ring": ({"layout__cp": 2, "layout__cp_comm": "ring"}, {}),
+    "delta_net": ({"model__delta_net": NETS}, {}),
+    "global_attention cannot": (
+        {
+            "model__global_attention": {"head_dim": 16, "num_query_groups": 2},
+            "model__sliding_window": 8,
+            "model__global_attention_every": 2,
+        },
+        {},
+    ),
+    "frames_per_patch=2": ({}, {"frames_per_patch": 2}),
+    "rope_sections=[2, 1, 1]": ({}, {"rope_sections": (2, 1, 1)}),
+    "deepstack=[0]": ({}, {"deepstack": (0,)}),
+    "hidden_size=17": ({}, {"hidden_size": 17}),
+    "merge_size=3": ({}, {"merge_size": 3}),
 }
 
 
@@ -80,4 +103,15 @@ def test_the_plan_names_each_learning_rate() -> None:
 def test_what_does_not_run_with_a_tower_is_refused_by_name(tmp_path: Any, name: str) -> None:
     changes, vision = UNABLE[name]
     (found,) = [line for line in messages(tmp_path, model__vision=VISION | vision, **changes) if name in line]
+    check_message(found)
+
+
+def test_gemma_3_has_windows() -> None:
+    assert config(model__vision=GEMMA3, model__sliding_window=8).model.vision is not None
+
+
+@pytest.mark.parametrize("name", UNABLE_WITH_GEMMA3)
+def test_what_does_not_run_with_images_that_see_themselves_is_refused_by_name(tmp_path: Any, name: str) -> None:
+    changes, vision = UNABLE_WITH_GEMMA3[name]
+    (found,) = [line for line in messages(tmp_path, model__vision=GEMMA3 | vision, **changes) if name in line]
     check_message(found)

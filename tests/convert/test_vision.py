@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
@@ -101,7 +102,7 @@ def test_a_run_changes_what_it_trains(freezes: bool, folder: Path, pool: Pool, t
     transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts", "deepstack"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "deepstack", "gemma3"])
 def test_an_import_with_the_tower_comes_back_byte_for_byte(kind: Kind, tmp_path: Path) -> None:
     folder = saved(kind, tmp_path / "theirs")
     import_hf(folder, tmp_path / "ours", None, num_workers=1, with_vision=True)
@@ -110,6 +111,63 @@ def test_an_import_with_the_tower_comes_back_byte_for_byte(kind: Kind, tmp_path:
     for file in folder.iterdir():
         assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
     verify_hf(tmp_path / "ours", folder, num_workers=1)
+
+
+PUBLISHED = {"vision_tower.": "vision_tower.vision_model."}
+IN_MEMORY = {
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+    "language_model.model.": "model.language_model.",
+}
+
+
+@pytest.mark.parametrize("names", [PUBLISHED, IN_MEMORY], ids=["published", "in memory"])
+def test_a_tower_of_gemma_3_is_found_under_each_of_its_names(names: dict[str, str], tmp_path: Path) -> None:
+    folder = saved("gemma3", tmp_path / "theirs")
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        renamed = {}
+        for name, value in tensors.items():
+            prefix = next((prefix for prefix in names if name.startswith(prefix)), "")
+            renamed[names.get(prefix, "") + name.removeprefix(prefix)] = value
+        save_file(renamed, file, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    listed["weight_map"] = {
+        name: file.name for file in sorted(folder.glob("*.safetensors")) for name in load_file(file)
+    }
+    index.write_text(json.dumps(listed))
+    import_hf(folder, tmp_path / "ours", None, num_workers=1, with_vision=True)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    assert {name: value.tolist() for name, value in state_of(tmp_path / "back").items()} == {
+        name: value.tolist() for name, value in state_of(folder).items()
+    }
+    read = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "back")
+    for name, value in model_of("gemma3").named_parameters():
+        assert torch.equal(dict(read.named_parameters())[name], value.bfloat16()), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "outer", "facts"),
+    [
+        ({"vision_use_head": True}, {}, ("vision_use_head=True",)),
+        ({"model_type": "clip_vision_model"}, {}, ("clip_vision_model", "siglip_vision_model")),
+        ({"layer_norm_eps": 1e-5}, {}, ("layer_norm_eps=1e-05",)),
+        ({"image_size": 25}, {}, ("image_size=25",)),
+        ({}, {"mm_tokens_per_image": 16}, ("mm_tokens_per_image=16",)),
+        ({}, {"mm_tokens_per_image": 8}, ("mm_tokens_per_image=8",)),
+        ({}, {"image_token_index": 5000}, ("image_token=5000",)),
+    ],
+)
+def test_a_tower_of_gemma_3_that_differs_is_refused(
+    changes: dict[str, Any], outer: dict[str, Any], facts: tuple[str, ...], tmp_path: Path
+) -> None:
+    described = model_of("gemma3").config.to_dict()
+    described["vision_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(described | outer))
+    assert described_model(tmp_path).vision is None, "text alone does not need it"
+    with refuses(DataError, *facts):
+        described_model(tmp_path, with_vision=True)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +201,7 @@ def test_sections_that_do_not_fit_the_rotated_pairs_are_refused(folder: Path, tm
         described_model(tmp_path, with_vision=True)
 
 
-@pytest.mark.parametrize("name", ["mistral3", "qwen3"])
+@pytest.mark.parametrize("name", ["mistral3", "qwen3", "gemma4-images"])
 def test_a_model_whose_tower_cannot_be_trained_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content_of(name)))
     with refuses(DataError, "model.vision", str(content_of(name)["model_type"])):

@@ -18,9 +18,9 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, Outcome, run_step, train
-from tests.verify.planted.image_faults import IMAGE_PLANTS, NO_ZEROS
+from tests.verify.planted.image_faults import IMAGE_PLANTS, NO_ZEROS, ONLY_THE_PAST
 
-FAULTS = {**IMAGE_PLANTS, "no-zeros": NO_ZEROS}
+FAULTS = {**IMAGE_PLANTS, "no-zeros": NO_ZEROS, "images-see-only-the-past": ONLY_THE_PAST}
 
 
 def train_with(

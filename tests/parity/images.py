@@ -1,4 +1,4 @@
-"""Qwen3.5 with images: samples, and the oracle, which is the model of transformers in float64, one sample at a time."""
+"""Images of Qwen3.5 and Gemma 3: samples, and the oracle: a model of transformers in float64, one sample at a time."""
 
 from __future__ import annotations
 
@@ -117,15 +117,69 @@ def deepstack_experts_config() -> Any:
     return config
 
 
-Kind = Literal["dense", "experts", "deepstack", "deepstack experts"]
-"""Qwen3.5, Qwen3.5 with experts, Qwen3-VL, Qwen3-VL with experts."""
+def gemma3_config() -> Any:
+    text = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 7,  # ends inside an image
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rms_norm_eps": 1e-2,
+        "pad_token_id": None,  # whose embedding would have no gradient
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    }
+    tower = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 6 * _PATCH,
+        "patch_size": _PATCH,
+        "vision_use_head": False,
+    }
+    ids = {"image_token_index": _IMAGE, "boi_token_index": _START, "eoi_token_index": _END}
+    # eager attention would round weights to float32
+    return transformers.Gemma3Config(
+        text_config=text, vision_config=tower, mm_tokens_per_image=9, **ids, attn_implementation="sdpa"
+    )
+
+
+Kind = Literal["dense", "experts", "deepstack", "deepstack experts", "gemma3"]
+"""Qwen3.5, Qwen3.5 with experts, Qwen3-VL, Qwen3-VL with experts, Gemma 3."""
 KINDS: dict[Kind, tuple[Any, Any]] = {
     "dense": (transformers.Qwen3_5ForConditionalGeneration, dense_config),
     "experts": (transformers.Qwen3_5MoeForConditionalGeneration, experts_config),
     "deepstack": (transformers.Qwen3VLForConditionalGeneration, deepstack_config),
     "deepstack experts": (transformers.Qwen3VLMoeForConditionalGeneration, deepstack_experts_config),
+    "gemma3": (transformers.Gemma3ForConditionalGeneration, gemma3_config),
 }
 """Classes of transformers, and their configurations."""
+_OF_TOWER = {
+    "model.visual.": "vision.",
+    "model.vision_tower.": "vision.vision_tower.",
+    "model.multi_modal_projector.": "vision.multi_modal_projector.",
+}
+"""Prefixes of transformers' names, and ours."""
+
+
+def _own_name(name: str) -> str | None:
+    """Returns our name of a parameter of the tower; None for one of the language model."""
+    return next(
+        (ours + name.removeprefix(theirs) for theirs, ours in _OF_TOWER.items() if name.startswith(theirs)), None
+    )
+
+
+def _is_projector(name: str) -> bool:
+    return "merger" in name or "multi_modal_projector" in name
 
 
 @cache
@@ -136,9 +190,9 @@ def model_of(kind: Kind) -> Any:
     model = of_kind(described()).double()
     for name, parameter in model.named_parameters():
         is_scale = "norm" in name and name.endswith("weight")
-        is_scale &= (
-            kind.startswith("deepstack") or "visual" in name or "linear_attn" in name
-        )  # the others are stored minus 1
+        # the others are stored minus 1
+        plain = ("visual", "linear_attn", "vision_tower")
+        is_scale &= kind.startswith("deepstack") or any(part in name for part in plain)
         torch.nn.init.normal_(parameter, mean=1.0 if is_scale else 0.0, std=0.1)
     return model
 
@@ -190,21 +244,36 @@ MIXED: Layout = [
     [Picture(6, 6, 6)],
 ]
 """Images of different sizes; some samples have none."""
+SQUARES: Layout = [
+    [Picture(5, 6, 6)],  # 9 features over the border of two chunks of cp=2, and of cp=4
+    [],
+    [Picture(0, 6, 6), Picture(10, 6, 6)],  # a sample that begins with an image
+    [Picture(2, 6, 6), Picture(12, 6, 6), Picture(22, 6, 6)],
+    [],
+    [Picture(22, 6, 6)],  # up to the last token that is read
+    *[[]] * 5,
+    [Picture(12, 6, 6)],
+    *[[]] * 3,
+    [Picture(13, 6, 6)],
+]
+"""Images of one size."""
+ONE_SQUARE: Layout = [[Picture(11, 6, 6)], *[[]] * (BATCH - 1)]
 ONE: Layout = [[Picture(13, 4, 6)], *[[]] * (BATCH - 1)]
 """One image in the step: all other ranks have none, neither of data nor of work."""
 
 
-def drawn(layout: Layout, seed: int, lengths: Sequence[int] = (SEQ,)) -> GlobalBatch:
+def drawn(layout: Layout, seed: int, lengths: Sequence[int] = (SEQ,), kind: Kind = "dense") -> GlobalBatch:
     """Draws the samples of a step.
 
     Args:
         lengths: Numbers of positions, at least as many as the images need; taken in turn.
+        kind: Model whose images they are.
     """
     rng = np.random.default_rng(seed)
-    return [_sample(rng, pictures, lengths[slot % len(lengths)]) for slot, pictures in enumerate(layout)]
+    return [_sample(rng, pictures, lengths[slot % len(lengths)], kind) for slot, pictures in enumerate(layout)]
 
 
-def _sample(rng: np.random.Generator, pictures: Sequence[Picture], length: int) -> Any:
+def _sample(rng: np.random.Generator, pictures: Sequence[Picture], length: int, kind: Kind) -> Any:
     length = max([length, *(picture.start + picture.num_tokens + 1 for picture in pictures)])
     ids = rng.integers(0, _IMAGE, length + 1)
     places, axes = np.full(length + 1, -1), np.repeat(np.arange(length + 1)[:, None], 3, axis=1)
@@ -214,6 +283,8 @@ def _sample(rng: np.random.Generator, pictures: Sequence[Picture], length: int) 
         ids[start:end] = _IMAGE
         places[start:end] = np.arange(num_features, num_features + picture.num_tokens)
         num_features += picture.num_tokens
+        if kind == "gemma3":  # tokens of an image count like text
+            continue
         # rows and columns of an image count from the position after the text, and so does the text after the longer one
         at = axes[start, 0]
         grid = np.indices((1, picture.rows // _MERGE, picture.columns // _MERGE)).reshape(3, -1).T
@@ -229,7 +300,7 @@ def _sample(rng: np.random.Generator, pictures: Sequence[Picture], length: int) 
     return replace(
         sample,
         images=SampleImages(
-            pixels=rng.normal(size=(num_patches, 3 * 2 * _PATCH**2)).astype(np.float32),
+            pixels=rng.normal(size=(num_patches, 3 * (1 if kind == "gemma3" else 2) * _PATCH**2)).astype(np.float32),
             grids=np.array([[1, picture.rows, picture.columns] for picture in pictures]),
             places=places[:-1],
             axes=axes[:-1],
@@ -253,13 +324,11 @@ def initial(kind: Kind) -> Arrays:
 
 def _ours(tensors: dict[str, Tensor], kind: Kind) -> Arrays:
     section = case(num_layers=2).config(**knobs(kind)).model
-    tower = {
-        f"vision.{name.removeprefix('model.visual.')}": value.detach().clone()
-        for name, value in tensors.items()
-        if name.startswith("model.visual.")
-    }
-    text = {name.replace("model.language_model.", "model."): value for name, value in tensors.items()}
-    renamed = from_huggingface({name: value for name, value in text.items() if "visual" not in name}, section)
+    tower = {own: value.detach().clone() for name, value in tensors.items() if (own := _own_name(name)) is not None}
+    text = {name: value for name, value in tensors.items() if _own_name(name) is None}
+    renamed = from_huggingface(
+        {name.replace("model.language_model.", "model."): value for name, value in text.items()}, section
+    )
     return {name: value.numpy() for name, value in (renamed | tower).items()}
 
 
@@ -270,9 +339,10 @@ def exact(kind: Kind, config: Config, batches: Sequence[GlobalBatch]) -> Exact:
     assert vision is not None
     model = copy.deepcopy(model_of(kind))
     model.requires_grad_(not vision.freeze_language_model)
-    for name, parameter in model.model.visual.named_parameters():
-        is_frozen = vision.freeze_projector if "merger" in name else vision.freeze_tower
-        parameter.requires_grad_(not is_frozen)
+    for name, parameter in model.named_parameters():
+        if _own_name(name) is not None:
+            is_frozen = vision.freeze_projector if _is_projector(name) else vision.freeze_tower
+            parameter.requires_grad_(not is_frozen)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     section = config.optimizer
     adam = torch.optim.AdamW(_groups(trained, section), betas=(section.beta1, section.beta2), eps=section.epsilon)
@@ -293,7 +363,7 @@ def exact(kind: Kind, config: Config, batches: Sequence[GlobalBatch]) -> Exact:
         for group in adam.param_groups:
             group["lr"] = learning_rate(step, section, config.train.num_steps) * group["share"]
         adam.step()
-    learning = {f"vision.{name.removeprefix('model.visual.')}" for name in trained}
+    learning = {_own_name(name) for name in trained}
     found = [
         {
             name: value
@@ -310,8 +380,8 @@ def _groups(trained: dict[str, Any], section: Any) -> list[dict[str, Any]]:
     groups = []
     for name, each in trained.items():
         own = None
-        if "visual." in name:
-            own = section.projector_lr if "merger" in name else section.tower_lr
+        if _own_name(name) is not None:
+            own = section.projector_lr if _is_projector(name) else section.tower_lr
         decay = section.weight_decay if each.ndim > 1 else 0.0
         groups.append({"params": [each], "weight_decay": decay, "share": 1.0 if own is None else own / section.lr})
     return groups
@@ -330,14 +400,16 @@ def _differentiated(model: Any, batch: GlobalBatch) -> float:
 
 def score(model: Any, sample: Any) -> Any:
     """Sums the log-probabilities of a sample's labels, times their weights."""
-    images = sample.images
-    given: dict[str, Any] = {"mm_token_type_ids": torch.zeros(1, len(sample.tokens), dtype=torch.int32)}
-    if images is not None:
-        given = {
-            "pixel_values": torch.from_numpy(images.pixels).double(),
-            "image_grid_thw": torch.from_numpy(images.grids),
-            "mm_token_type_ids": torch.from_numpy(images.places >= 0).int()[None],
-        }
+    images, is_gemma = sample.images, model.config.model_type == "gemma3"
+    is_image = np.zeros(len(sample.tokens), np.bool_) if images is None else images.places >= 0
+    given: dict[str, Any] = {
+        "token_type_ids" if is_gemma else "mm_token_type_ids": torch.from_numpy(is_image).int()[None]
+    }
+    if images is not None and is_gemma:
+        given["pixel_values"] = _whole(torch.from_numpy(images.pixels).double(), len(images.grids))
+    elif images is not None:
+        given["pixel_values"] = torch.from_numpy(images.pixels).double()
+        given["image_grid_thw"] = torch.from_numpy(images.grids)
     logits = model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False, **given).logits[0]
     losses = F.cross_entropy(logits, torch.from_numpy(sample.labels), reduction="none")
     return -(losses * torch.from_numpy(sample.mask)).sum()
@@ -349,3 +421,14 @@ def differentiated(kind: Kind, loss_of: Callable[[Any], Tensor]) -> tuple[float,
     loss = loss_of(model)
     loss.backward()
     return loss.item(), _ours({name: each.grad for name, each in model.named_parameters()}, kind)
+
+
+def _whole(patches: Tensor, count: int) -> Tensor:
+    """Joins square images, [images, 3, height, width], from their patches, row by row."""
+    side = round((len(patches) / count) ** 0.5)
+    images = torch.empty(count, 3, side * _PATCH, side * _PATCH, dtype=patches.dtype)
+    for number, patch in enumerate(patches):
+        image, place = divmod(number, side**2)
+        top, left = _PATCH * (place // side), _PATCH * (place % side)
+        images[image, :, top : top + _PATCH, left : left + _PATCH] = patch.view(3, _PATCH, _PATCH)
+    return images

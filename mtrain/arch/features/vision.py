@@ -1,7 +1,7 @@
 """Vision towers: features of images that replace embeddings, and the tensors of a tower by name."""
 
 from math import prod
-from typing import Any, final
+from typing import Any, assert_never, final
 
 from mtrain.arch.features.feature import SMALL_HEAD_DIM, Feature, SmallRun
 from mtrain.base.tensor_slice import Sizes
@@ -9,7 +9,7 @@ from mtrain.config.schema.data import AnyData, SftSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.vision import VisionSection
 
-PROJECTOR = ("merger.", "deepstack_merger_list.")
+PROJECTOR = ("merger.", "deepstack_merger_list.", "multi_modal_projector.")
 """Prefixes of the projector's tensors."""
 _PATCHES_OF_IMAGE = 4096
 """Patches of an image whose size is not limited: a megapixel of patches of 16 x 16 pixels."""
@@ -25,25 +25,38 @@ class Vision(Feature):
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
         if model.vision is None:
             return {}
-        # a whole head rotates, since fewer pairs would all turn with time
-        height = width = SMALL_HEAD_DIM // 8
-        sizes = {
+        sizes: dict[str, Any] = {
             "num_layers": min(model.vision.num_layers, 2),
             "hidden_size": 16,
             "ffn_hidden_size": 24,
             "num_attention_heads": 2,
             "patch_size": 2,
-            "num_positions": 16,
-            "rope_sections": (SMALL_HEAD_DIM // 2 - height - width, height, width),
+            "num_positions": 16 if model.vision.fixed_side is None else 36,
+            "merge_size": 2,
             "image_token": 0,
             # one, since the first stage may have one layer
             "deepstack": (0,) if model.vision.deepstack else (),
         }
+        if model.vision.rope_sections is None:
+            return {"vision": model.vision.model_dump() | sizes}
+        # a whole head rotates, since fewer pairs would all turn with time
+        height = width = SMALL_HEAD_DIM // 8
+        sizes["rope_sections"] = (SMALL_HEAD_DIM // 2 - height - width, height, width)
         return {"vision": model.vision.model_dump() | sizes, "rope": model.rope.model_dump() | {"partial": 1.0}}
 
 
 def tower_shapes(vision: VisionSection, hidden_size: int) -> dict[str, Sizes]:
     """Returns name -> shape of each parameter of a tower, for a language model of width `hidden_size`."""
+    match vision.kind:
+        case "qwen3_vl":
+            return _qwen3_vl_shapes(vision, hidden_size)
+        case "gemma3":
+            return _gemma3_shapes(vision, hidden_size)
+        case _:
+            assert_never(vision.kind)
+
+
+def _qwen3_vl_shapes(vision: VisionSection, hidden_size: int) -> dict[str, Sizes]:
     width, wide, merged = vision.hidden_size, vision.ffn_hidden_size, vision.patches_per_feature * vision.hidden_size
     patch = (vision.num_channels, vision.frames_per_patch, vision.patch_size, vision.patch_size)
     shapes: dict[str, Sizes] = {
@@ -60,6 +73,30 @@ def tower_shapes(vision: VisionSection, hidden_size: int) -> dict[str, Sizes]:
     for number, _ in enumerate(vision.deepstack):
         shapes |= _merger(f"deepstack_merger_list.{number}", merged, merged, hidden_size)
     return shapes
+
+
+def _gemma3_shapes(vision: VisionSection, hidden_size: int) -> dict[str, Sizes]:
+    width, wide, tower = vision.hidden_size, vision.ffn_hidden_size, "vision_tower."
+    shapes: dict[str, Sizes] = {
+        f"{tower}embeddings.patch_embedding.weight": (width, vision.num_channels, *[vision.patch_size] * 2),
+        f"{tower}embeddings.patch_embedding.bias": (width,),
+        f"{tower}embeddings.position_embedding.weight": (vision.num_positions, width),
+    }
+    for layer in range(vision.num_layers):
+        block = f"{tower}encoder.layers.{layer}."
+        shapes |= _norm(f"{block}layer_norm1", width)
+        for projection in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            shapes |= _linear(f"{block}self_attn.{projection}", width, width)
+        shapes |= _norm(f"{block}layer_norm2", width)
+        shapes |= _linear(f"{block}mlp.fc1", wide, width) | _linear(f"{block}mlp.fc2", width, wide)
+    return (
+        shapes
+        | _norm(f"{tower}post_layernorm", width)
+        | {
+            "multi_modal_projector.mm_input_projection_weight": (width, hidden_size),
+            "multi_modal_projector.mm_soft_emb_norm.weight": (width,),
+        }
+    )
 
 
 def num_tower_parameters(vision: VisionSection | None, hidden_size: int) -> int:
@@ -94,6 +131,18 @@ def patches_of_tokens(vision: VisionSection | None, data: AnyData, tokens: int) 
     limit = data.images.max_pixels
     patches = tokens * vision.patches_per_feature
     return patches, min(patches, _PATCHES_OF_IMAGE if limit is None else limit // vision.patch_size**2)
+
+
+def projections(vision: VisionSection, hidden_size: int) -> list[tuple[int, int]]:
+    """Returns the rows and columns of each matrix that the projector multiplies a feature by."""
+    match vision.kind:
+        case "qwen3_vl":
+            merged = vision.patches_per_feature * vision.hidden_size
+            return (1 + len(vision.deepstack)) * [(merged, merged), (hidden_size, merged)]
+        case "gemma3":
+            return [(hidden_size, vision.hidden_size)]
+        case _:
+            assert_never(vision.kind)
 
 
 def kept_patch_elements(vision: VisionSection) -> int:

@@ -297,7 +297,7 @@ class ModelSection(Section):
         yield from megatron_fields.broken_rules(self.megatron)
 
     def _broken_rules_with_images(self, vision: VisionSection) -> Iterator[str]:
-        if sum(vision.rope_sections) != self.rotary_size // 2:
+        if vision.rope_sections is not None and sum(vision.rope_sections) != self.rotary_size // 2:
             yield (
                 f"vision.rope_sections={list(vision.rope_sections)} add up to {sum(vision.rope_sections)} pairs, but "
                 f"{self.rotary_size // 2} pairs of a head are rotated; change them"
@@ -306,7 +306,9 @@ class ModelSection(Section):
             yield f"vision.image_token={vision.image_token} must be below vocab_size={self.vocab_size}; change it"
         unable = {
             "mla": self.mla is not None,
-            "sliding_window": self.sliding_window is not None,
+            "sliding_window": self.sliding_window is not None and not vision.bidirectional,
+            "delta_net": self.delta_net is not None and vision.bidirectional,
+            "global_attention": self.global_attention is not None and vision.bidirectional,
             "layer_pattern": self.layer_pattern is not None,
             "num_labels": self.num_labels is not None,
             "mtp_depths": self.mtp_depths > 0,

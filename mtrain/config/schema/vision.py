@@ -1,7 +1,8 @@
 """`model.vision.*`: the vision tower of a model that is trained with images."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from math import isqrt
+from typing import Annotated, Literal, assert_never
 
 from pydantic import Field
 
@@ -10,9 +11,13 @@ from mtrain.config.schema.section import Section
 
 
 class VisionSection(Section):
-    """Vision tower of Qwen3-VL and Qwen3.5, which turns patches of images into features that replace embeddings of
-    tokens, and its projector, which merges features of neighbouring patches. Both are modules of transformers."""
+    """Vision tower, which turns patches of images into features that replace embeddings of tokens, and its projector,
+    which merges features of neighbouring patches. Both are modules of transformers."""
 
+    kind: Literal["qwen3_vl", "gemma3"] = "qwen3_vl"
+    """Tower and projector. qwen3_vl: those of Qwen3-VL and Qwen3.5, for images of any size; tokens have positions of
+    time, height and width. gemma3: SigLIP and averages of patches, for images of one size, whose tokens see each other
+    both ways."""
     num_layers: Annotated[int, bounds.LAYERS] = Field(gt=0)
     """Number of layers of the tower."""
     hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
@@ -30,11 +35,13 @@ class VisionSection(Section):
     merge_size: Annotated[int, bounds.WIDTH] = Field(2, gt=0)
     """Number m: m x m neighbouring patches become one feature."""
     num_positions: Annotated[int, bounds.POSITIONS] = Field(gt=0)
-    """Number of rows in the table of positions, a square grid that is interpolated for each image."""
+    """Number of rows in the table of positions, a square grid. qwen3_vl interpolates it for each image; gemma3 resizes
+    each image to it."""
     activation: Literal["gelu", "gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     """Activation of the tower's feed-forward part."""
-    rope_sections: tuple[int, int, int]
-    """Numbers of pairs of a head in the language model that rotate with time, height and width; the axes alternate."""
+    rope_sections: tuple[int, int, int] | None = None
+    """Numbers of pairs of a head in the language model that rotate with time, height and width; the axes alternate.
+    null, for gemma3: an image's tokens count like text."""
     deepstack: tuple[int, ...] = ()
     """Layers of the tower, counted from 0 and ascending, whose merged outputs are added to the hidden states of image
     tokens after the first layers of the language model, one after each (DeepStack); empty: none."""
@@ -47,6 +54,16 @@ class VisionSection(Section):
     freeze_language_model: bool = False
     """Whether the language model keeps its weights, with its embeddings and output layer (freeze_llm,
     freeze_language_model); then the tower, the projector or adapters must be trained."""
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether tokens of an image see each other both ways, in all layers."""
+        return self.kind == "gemma3"
+
+    @property
+    def fixed_side(self) -> int | None:
+        """Rows and columns of every image, in patches; None if sizes differ."""
+        return isqrt(self.num_positions) if self.kind == "gemma3" else None
 
     @property
     def patches_per_feature(self) -> int:
@@ -64,11 +81,13 @@ class VisionSection(Section):
         return self.freeze_tower and self.freeze_projector
 
     def broken_rules(self) -> Iterator[str]:
-        if self.hidden_size % (4 * self.num_attention_heads):
-            yield (
-                f"hidden_size={self.hidden_size} must be a multiple of 4 x num_attention_heads="
-                f"{self.num_attention_heads}, since rows and columns each rotate pairs of a head; change one of them"
-            )
+        match self.kind:
+            case "qwen3_vl":
+                yield from self._broken_rules_of_qwen()
+            case "gemma3":
+                yield from self._broken_rules_of_gemma()
+            case _:
+                assert_never(self.kind)
         side = round(self.num_positions**0.5)
         if side**2 != self.num_positions:
             yield f"num_positions={self.num_positions} must be a square number, since the grid is square; change it"
@@ -77,5 +96,31 @@ class VisionSection(Section):
                 f"deepstack={list(self.deepstack)} must be ascending numbers of layers of the tower, from 0 to "
                 f"{self.num_layers - 1}; change it"
             )
-        if min(self.rope_sections) < 0:
+
+    def _broken_rules_of_qwen(self) -> Iterator[str]:
+        if self.hidden_size % (4 * self.num_attention_heads):
+            yield (
+                f"hidden_size={self.hidden_size} must be a multiple of 4 x num_attention_heads="
+                f"{self.num_attention_heads}, since rows and columns each rotate pairs of a head; change one of them"
+            )
+        if self.rope_sections is None:
+            yield "rope_sections is missing; give the numbers of pairs for time, height and width"
+        elif min(self.rope_sections) < 0:
             yield f"rope_sections={list(self.rope_sections)} must be at least 0; change them"
+
+    def _broken_rules_of_gemma(self) -> Iterator[str]:
+        if self.frames_per_patch != 1:
+            yield f"frames_per_patch={self.frames_per_patch} must be 1 for kind=gemma3; change it"
+        for name, value in {"rope_sections": self.rope_sections, "deepstack": self.deepstack}.items():
+            if value:
+                yield f"{name}={list(value)} has no meaning for kind=gemma3; remove it"
+        if self.hidden_size % self.num_attention_heads:
+            yield (
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}; "
+                "change one of them"
+            )
+        if isqrt(self.num_positions) % self.merge_size:
+            yield (
+                f"merge_size={self.merge_size} must divide the {isqrt(self.num_positions)} rows of num_positions="
+                f"{self.num_positions}; change one of them"
+            )

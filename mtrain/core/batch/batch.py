@@ -20,7 +20,8 @@ and its field."""
 DOCUMENT_STARTS: FieldPath = ("document_starts",)
 IMAGE_ROWS: tuple[FieldPath, ...] = (("images", "places"), ("images", "axes"))
 IMAGE_PARTS: tuple[FieldPath, ...] = (("images", "pixels"), ("images", "grids"))
-_WHOLE_ON_HOST = (DOCUMENT_STARTS, *IMAGE_PARTS)
+IMAGE_ENDS: FieldPath = ("images", "ends")
+_WHOLE_ON_HOST = (DOCUMENT_STARTS, *IMAGE_PARTS, IMAGE_ENDS)
 _PLAIN_FIELDS = (
     "tokens",
     "labels",
@@ -123,7 +124,7 @@ class Microbatch:
         for depth, targets in enumerate(self.mtp):
             fields |= {("mtp", str(depth), name): getattr(targets, name) for name in _DEPTH_FIELDS}
         if self.images is not None:
-            fields |= {path: getattr(self.images, path[1]) for path in (*IMAGE_ROWS, *IMAGE_PARTS)}
+            fields |= {path: getattr(self.images, path[1]) for path in (*IMAGE_ROWS, *IMAGE_PARTS, IMAGE_ENDS)}
         return {path: tensor for path, tensor in fields.items() if tensor is not None}
 
     @classmethod
@@ -156,8 +157,8 @@ class Microbatch:
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
-        """Applies `change` to every tensor except `document_starts`, pixels and grids, which stay whole and on the
-        CPU."""
+        """Applies `change` to every tensor except `document_starts` and pixels, grids and ends of images, which stay
+        whole and on the CPU."""
         changed = {
             path: tensor if path in _WHOLE_ON_HOST else change(tensor) for path, tensor in self.tensors().items()
         }

@@ -61,6 +61,8 @@ class RowForm:
     """[layers, k] of the choices that layers take from the batch, by name."""
     patches_per_feature: int | None = None
     """Number of patches that a vision tower makes one feature; None for a model without one."""
+    bidirectional_images: bool = False
+    """Whether tokens of an image see each other both ways."""
 
     @classmethod
     def of(cls, config: Config, extras: Sequence[str] = ()) -> RowForm:
@@ -78,6 +80,7 @@ class RowForm:
             extras=tuple(name for name in extras if name not in shapes),
             choices={name: shape for name, shape in shapes.items() if name in extras},
             patches_per_feature=None if config.model.vision is None else config.model.vision.patches_per_feature,
+            bidirectional_images=config.model.vision is not None and config.model.vision.bidirectional,
         )
 
     def dtypes(self, terms: Sequence[str]) -> dict[FieldPath, torch.dtype]:
@@ -149,6 +152,13 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
     main = itertools.chain.from_iterable(by_term[MAIN_TERM])
     # positions start anew in each document, as if it were alone in the row
     positions = torch.from_numpy(np.arange(form.width) - starts)
+    images = joined_images(
+        [[(piece.sample.images, piece.sample.width) for piece in row] for row in placed],
+        positions,
+        form.patches_per_feature,
+        form.bidirectional_images,
+    )
+    num_ahead = _num_ahead(images)
     return Microbatch(
         tokens=_as_rows(placed, _TOKENS, form.width, np.int64),
         labels=_as_rows(placed, _LABELS, form.width, np.int64),
@@ -168,17 +178,14 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
             name: _as_rows(placed, partial(_choice, name, shape), form.width, np.int32, shape, filler=-1)
             for name, shape in form.choices.items()
         },
-        images=joined_images(
-            [[(piece.sample.images, piece.sample.width) for piece in row] for row in placed],
-            positions,
-            form.patches_per_feature,
-        ),
+        images=images,
         num_sequences=num_sequences,
         num_padding_tokens=is_text.numel() - int(is_text.sum()),
         # by weights, not by the mask, since a sample of weight 0 has no loss tokens
         num_loss_tokens=sum(int(np.count_nonzero(sample.weights)) for sample in main),
-        num_pairs=int(num_visible.sum()),
-        num_window_pairs=int(num_visible.sum() if form.window is None else np.minimum(num_visible, form.window).sum()),
+        num_pairs=int(num_visible.sum()) + num_ahead,
+        num_window_pairs=int(np.minimum(num_visible, form.width if form.window is None else form.window).sum())
+        + num_ahead,
         num_output_rows=num_output_rows,
     )
 
@@ -202,7 +209,10 @@ def _source(piece: _PlacedSample) -> NDArray[np.int64]:
 
 
 def joined_images(
-    rows: Sequence[Sequence[tuple[SampleImages | None, int]]], positions: Tensor, patches_per_feature: int | None
+    rows: Sequence[Sequence[tuple[SampleImages | None, int]]],
+    positions: Tensor,
+    patches_per_feature: int | None,
+    is_bidirectional: bool = False,
 ) -> MicrobatchImages | None:
     """Joins the images of all samples; None if no sample has any.
 
@@ -210,6 +220,7 @@ def joined_images(
         rows: Images and width of each sample of each row.
         positions: Rotary positions of text, [rows, width] int64 on the CPU; samples with images have their own.
         patches_per_feature: Number of patches that become one feature; None for a model without a tower.
+        is_bidirectional: Whether tokens of an image see each other both ways.
     """
     found = [images for row in rows for images, _ in row if images is not None]
     if not found:
@@ -218,6 +229,7 @@ def joined_images(
         raise DataError("a sample has images, but the model reads text; set model.vision, or leave the images out")
     # tokens of text have one position on all axes
     places, axes = torch.full_like(positions, -1), positions.unsqueeze(-1).repeat(1, 1, 3)
+    ends = torch.arange(1, positions.shape[1] + 1, dtype=torch.int32).repeat(len(rows), 1)
     num_features = 0
     for row, pieces in enumerate(rows):
         begin = 0
@@ -228,9 +240,26 @@ def joined_images(
                 own = torch.from_numpy(images.places)
                 places[row, place] = torch.where(own < 0, own, own + num_features)
                 axes[row, place] = torch.from_numpy(images.axes)
+                if is_bidirectional:
+                    ends[row, place] += _features_left(images, patches_per_feature)
                 num_features += len(images.pixels) // patches_per_feature
     pixels, grids = (np.concatenate([getattr(images, name) for images in found]) for name in ("pixels", "grids"))
-    return MicrobatchImages(torch.from_numpy(pixels), torch.from_numpy(grids), places, axes)
+    of_rows = (places, axes, ends if is_bidirectional else None)
+    return MicrobatchImages(torch.from_numpy(pixels), torch.from_numpy(grids), *of_rows)
+
+
+def _features_left(images: SampleImages, patches_per_feature: int) -> Tensor:
+    """Returns the number of features that follow each token's own in its image, [n]; 0 for text."""
+    ends = np.cumsum(images.grids.prod(axis=1) // patches_per_feature)
+    last = ends[np.searchsorted(ends, images.places, side="right")] - 1
+    return torch.from_numpy(np.where(images.places < 0, 0, last - images.places))
+
+
+def _num_ahead(images: MicrobatchImages | None) -> int:
+    """Counts the pairs of a token and a later one that it sees."""
+    if images is None or images.ends is None:
+        return 0
+    return int((images.ends - torch.arange(1, images.ends.shape[1] + 1)).sum())
 
 
 def _num_weighed(terms: Iterable[Sequence[Sequence[TokenTerms]]]) -> int:

@@ -50,3 +50,6 @@ class MicrobatchImages:
     """[batch, seq] int64: number of the feature that replaces the embedding, counted in the microbatch; -1 for text."""
     axes: Tensor
     """[batch, seq, 3] int64: rotary positions (time, height, width) in the document."""
+    ends: Tensor | None = None
+    """[batch, seq] int32, on the CPU and never sliced: index in the row after the last token that each token sees, for
+    tokens of an image its end. None: no token sees a later one."""

@@ -22,6 +22,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.layers.attention.full_width_norm import FullWidthNormAttention
+from mtrain.core.layers.attention.key_set import with_image_ends
 from mtrain.core.layers.attention.rotary import (
     Rotary,
     TemperedRotary,
@@ -137,7 +138,8 @@ class LanguageModel(LanguageModule):
             Deferred logits of the next token and of all MTP depths for which the batch has targets on the last stage,
             hidden states on other stages.
         """
-        documents, sequence_ids = batch.document_starts, _sequences_of_text(batch)
+        documents = with_image_ends(batch.document_starts, None if batch.images is None else batch.images.ends)
+        sequence_ids = _sequences_of_text(batch)
         angles = self._angles(batch)
         # megatron-core passes both "masks" unread to every layer, even in recomputation: our attention reads document
         # starts from `attention_mask`, routers read `router_marks` from `padding_mask`. Arguments by name, so that a
@@ -166,7 +168,7 @@ class LanguageModel(LanguageModule):
 
     def _angles(self, batch: Microbatch) -> Tensor:
         angles: Tensor
-        if batch.images is not None:
+        if batch.images is not None and isinstance(self.rotary, ThreeAxesRotary):
             angles = self.rotary(batch.images.axes)
         else:
             # without documents all rows have the same positions
@@ -243,7 +245,7 @@ def _rotary(model: ModelSection, dtype: torch.dtype) -> Rotary:
     frequencies = inverse_frequencies(model.rope, model.with_global_heads().rotary_size, dtype)[0]
     if model.rope.attention_temperature:
         return TemperedRotary(frequencies, model.rope)
-    if model.vision is not None:
+    if model.vision is not None and model.vision.rope_sections is not None:
         return ThreeAxesRotary(frequencies, model.vision.rope_sections)
     if model.rope.local_base is None:
         return Rotary(frequencies)

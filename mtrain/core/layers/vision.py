@@ -5,7 +5,7 @@ ranks, and an all-gather gives all features to all of them. In the backward pass
 over these ranks, so gradients of the tower are sums over all ranks, like those of other replicated parameters.
 """
 
-from typing import Any
+from typing import Any, NamedTuple, assert_never
 
 import torch
 import torch.distributed as dist
@@ -179,13 +179,32 @@ def built_tower(section: VisionSection, hidden_size: int) -> nn.Module:
     """
     try:
         from transformers.initialization import no_init_weights
-        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+        with no_init_weights():
+            match section.kind:
+                case "qwen3_vl":
+                    tower = _qwen3_vl(section, hidden_size)
+                case "gemma3":
+                    tower = Gemma3Tower(section, hidden_size)
+                case _:
+                    assert_never(section.kind)
     except ImportError as fault:
         raise ConfigError(
             f"model.vision needs the vision tower of Hugging Face transformers, which cannot be imported ({fault}); "
             "run pip install 'mtrain[vision]'"
         ) from fault
+    for module in tower.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        elif isinstance(getattr(module, "bias", None), nn.Parameter):
+            nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+    return tower
+
+
+def _qwen3_vl(section: VisionSection, hidden_size: int) -> nn.Module:
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
     # the tower of Qwen3.5 is this one without deepstack
     config = Qwen3VLVisionConfig(
         depth=section.num_layers,
@@ -201,11 +220,54 @@ def built_tower(section: VisionSection, hidden_size: int) -> nn.Module:
         out_hidden_size=hidden_size,
         deepstack_visual_indexes=list(section.deepstack),
     )
-    with no_init_weights():
-        tower: nn.Module = Qwen3VLVisionModel._from_config(config, dtype=torch.float32)
-    for module in tower.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.reset_parameters()
-        elif isinstance(getattr(module, "bias", None), nn.Parameter):
-            nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+    tower: nn.Module = Qwen3VLVisionModel._from_config(config, dtype=torch.float32)
     return tower
+
+
+class TowerOutput(NamedTuple):
+    """Output of a tower, with the names of transformers."""
+
+    pooler_output: Tensor
+    """Features, [features, hidden]."""
+    deepstack_features: tuple[Tensor, ...] = ()
+
+
+class Gemma3Tower(nn.Module):
+    """SigLIP and the projector of Gemma 3, both modules of transformers."""
+
+    def __init__(self, section: VisionSection, hidden_size: int) -> None:
+        super().__init__()
+        from transformers.models.gemma3.configuration_gemma3 import Gemma3Config
+        from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
+        from transformers.models.siglip.modeling_siglip import SiglipVisionModel
+
+        assert section.fixed_side is not None, "a rule of the section"
+        self._shape = (section.fixed_side, section.fixed_side, section.num_channels, *[section.patch_size] * 2)
+        tower = {
+            "model_type": "siglip_vision_model",
+            "num_hidden_layers": section.num_layers,
+            "hidden_size": section.hidden_size,
+            "intermediate_size": section.ffn_hidden_size,
+            "num_attention_heads": section.num_attention_heads,
+            "num_channels": section.num_channels,
+            "image_size": section.fixed_side * section.patch_size,
+            "patch_size": section.patch_size,
+            "hidden_act": section.activation,
+            "vision_use_head": False,
+        }
+        config = Gemma3Config(
+            text_config={"hidden_size": hidden_size, "num_attention_heads": 1},
+            vision_config=tower,
+            mm_tokens_per_image=section.num_positions // section.patches_per_feature,
+        )
+        self.vision_tower = SiglipVisionModel._from_config(config.vision_config, dtype=torch.float32)
+        self.multi_modal_projector = Gemma3MultiModalProjector(config)
+        nn.init.zeros_(self.multi_modal_projector.mm_soft_emb_norm.weight)  # the norm multiplies by 1 + weight
+
+    def forward(self, pixels: Tensor, grid_thw: Tensor) -> TowerOutput:
+        """Returns the features of images from their patches, [patches, elements], row by row."""
+        # [images, rows, columns, channels, height, width] of patches to images, [images, channels, height, width]
+        patches = pixels.to(self.vision_tower.dtype).view(len(grid_thw), *self._shape)
+        images = patches.permute(0, 3, 1, 4, 2, 5).flatten(2, 3).flatten(3, 4)
+        hidden = self.vision_tower(pixel_values=images).last_hidden_state
+        return TowerOutput(self.multi_modal_projector(hidden).flatten(0, 1))

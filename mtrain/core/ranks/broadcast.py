@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.core.batch.batch import DOCUMENT_STARTS, IMAGE_PARTS, IMAGE_ROWS, FieldPath, Microbatch
+from mtrain.core.batch.batch import DOCUMENT_STARTS, IMAGE_ENDS, IMAGE_PARTS, IMAGE_ROWS, FieldPath, Microbatch
 from mtrain.core.batch.collate import RowForm
 from mtrain.core.batch.zigzag import slice_for_context_parallel
 from mtrain.core.ranks.groups import Groups, to_device
@@ -64,7 +64,7 @@ def broadcast_batches(
         unpacked[path] = _broadcast(batches, [path], dtype, choice_shape, groups)[:, 0].unbind()
     images: Sequence[dict[FieldPath, Tensor]] = [{}] * count
     if form.patches_per_feature is not None:
-        images = _images(batches, count, shape, groups)
+        images = _images(batches, count, shape, form.bidirectional_images, groups)
     return [
         Microbatch.of(
             {path: rows.to(fields[path]) for path, rows in zip(paths, [*ints, *floats])}
@@ -96,9 +96,10 @@ def _document_starts(batches: Sequence[Microbatch] | None, shape: tuple[int, ...
 
 
 def _images(
-    batches: Sequence[Microbatch] | None, count: int, shape: tuple[int, int], groups: Groups
+    batches: Sequence[Microbatch] | None, count: int, shape: tuple[int, int], bidirectional: bool, groups: Groups
 ) -> list[dict[FieldPath, Tensor]]:
-    """Returns the tensors of each microbatch's images, none for a microbatch of text."""
+    """Returns the tensors of each microbatch's images, none for a microbatch of text; with the ends of images if they
+    are `bidirectional`."""
     own = None if batches is None else [batch.images for batch in batches]
     # patches, numbers in a patch, images
     sizes = None
@@ -116,6 +117,9 @@ def _images(
             # pixels stay on the hosts; a rank copies only the images that it encodes to its device
             values = None if batch is None else batch[0].tensors()[path]
             parts[path] = broadcast_on_hosts(values, size, torch.int64 if path[1] == "grids" else torch.float32, groups)
+        if images and bidirectional:
+            ends = None if batch is None else batch[0].tensors()[IMAGE_ENDS]
+            parts[IMAGE_ENDS] = broadcast_on_hosts(ends, shape, torch.int32, groups)
         found.append(parts)
     return found
 

@@ -89,9 +89,10 @@ class ChatEncoder:
         self._special = special_texts(special, bos)
         # in some tokenizers the token that ends an answer is not special
         self._stops = special_texts(special | {self._variables.get("eos_token", "")} - {""}, bos)
-        self._default = _Format(templates.default, options)
+        self._around_images = {} if images is None else images.around
+        self._default = _Format(templates.default, options, self._around_images)
         is_one = templates.with_tools == templates.default
-        self._with_tools = self._default if is_one else _Format(templates.with_tools, options)
+        self._with_tools = self._default if is_one else _Format(templates.with_tools, options, self._around_images)
         decisive = [
             *(_VERSION, tokenizer.fingerprint, templates.default.text, templates.with_tools.text, self._variables),
             *(options.loss_on, options.special_tokens_in_text, options.date),
@@ -244,6 +245,9 @@ class ChatEncoder:
         """Chooses the template of a conversation, and adapts the conversation to it."""
         if holds(_texts_of(conversation), PRIVATE):
             raise DataError(_HOLDS_PRIVATE)
+        for token in self._around_images:
+            if holds(_texts_of(conversation), re.compile(re.escape(token))):
+                raise DataError(f"has the text {token}, which marks an image for this model; remove it")
         form = self._default if conversation.tools is None else self._with_tools
         return form, _in_readable_form(conversation, self._renderer(form, conversation))
 
@@ -389,9 +393,10 @@ def _marked(parts: list[dict[str, str]]) -> list[dict[str, str]]:
 class _Format:
     """A template and the sandbox that renders it."""
 
-    def __init__(self, template: ChatTemplate, options: ChatOptions) -> None:
+    def __init__(self, template: ChatTemplate, options: ChatOptions, replaced: Mapping[str, str]) -> None:
         self.template = template
-        self.sandbox = Sandbox(template.text, f"chat template {template.origin}", options.date, options.limits)
+        name = f"chat template {template.origin}"
+        self.sandbox = Sandbox(template.text, name, options.date, options.limits, replaced)
         self.marks_answers = _MARKS_ANSWERS.search(template.text) is not None
 
 

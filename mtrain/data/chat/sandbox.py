@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError, MachineError
@@ -75,9 +76,19 @@ class Sandbox:
     """A template and the process that renders it, started at the first request and restarted after it ended. Can be
     pickled and used in forked processes and threads."""
 
-    def __init__(self, template: str, name: str, date: str | None, limits: RenderLimits) -> None:
-        """`date` is YYYY-MM-DD for `strftime_now`; None refuses a template that uses it."""
-        self._template, self._name, self._date = template, name, date
+    def __init__(
+        self,
+        template: str,
+        name: str,
+        date: str | None,
+        limits: RenderLimits,
+        replaced: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Args:
+        date: YYYY-MM-DD for `strftime_now`; None refuses a template that uses it.
+        replaced: Text -> what replaces it in everything that the template writes.
+        """
+        self._template, self._name, self._date, self._replaced = template, name, date, dict(replaced)
         self.limits = limits
         """Limits of a request; wall_s may change at any time, others take effect in the next process."""
         self._reset()
@@ -100,7 +111,7 @@ class Sandbox:
             return self._variables
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in ("_template", "_name", "_date", "limits")}
+        return {key: getattr(self, key) for key in ("_template", "_name", "_date", "_replaced", "limits")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -126,7 +137,8 @@ class Sandbox:
     def _running(self) -> _Process:
         if self._process is None:
             process = _Process()
-            settings = {"template": self._template, "date": self._date, "marks": [OPEN, CLOSE], **asdict(self.limits)}
+            settings: dict[str, Any] = {"template": self._template, "date": self._date, "replaced": self._replaced}
+            settings |= {"marks": [OPEN, CLOSE], **asdict(self.limits)}
             self._variables = self._ask(process, json.dumps(settings).encode(), "is damaged")["variables"]
             self._process = process
         return self._process

@@ -73,6 +73,7 @@ class _Renderer:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._environment = _environment(settings["date"])
         self._marks, self._max_chars, self._cpu_s = settings["marks"], settings["max_chars"], settings["cpu_s"]
+        self._replaced: dict[str, str] = settings["replaced"]
         self._template = self._environment.from_string(settings["template"])
         self.variables = sorted(meta.find_undeclared_variables(self._environment.parse(settings["template"])))
         """Names that the template reads and does not set."""
@@ -109,9 +110,12 @@ class _Renderer:
             "add_generation_prompt": prompt,
         }
         try:
-            return self._template.render(variables)
+            text = self._template.render(variables)
         except Exception as fault:
             return {"error": _message(fault)}
+        for written, whole in self._replaced.items():
+            text = text.replace(written, whole)
+        return text
 
 
 def _common_prefix(one: str, other: str) -> int:

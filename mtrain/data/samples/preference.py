@@ -37,7 +37,7 @@ class PreferenceDataset:
         self.cache, self._compares, self._is_judged = cache, compares, is_judged
         self._groups, self._numbers = np.arange(numbers.start, numbers.stop), numbers
         lengths = self._whole_lengths(np.repeat(self._groups, 2), np.tile([0, 1], len(self._groups))).reshape(-1, 2)
-        is_long = (lengths > seq_length + 1).any(axis=1)
+        is_long = np.any(lengths > seq_length + 1, axis=1)
         self._num_long, self._num_groups = int(is_long.sum()), len(self._groups)
         if self._num_long and too_long == "refuse":
             first = int(self._groups[np.argmax(is_long)])

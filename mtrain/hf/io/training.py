@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from mtrain.config.schema.train import AdamWSection
 from mtrain.config.schema.vision import VisionSection
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.registry import family_of
+from mtrain.hf.schema.tower import TrainedTower
 from mtrain.hf.tokenizer.tokenizer import NO_TOKENS, AddedTokens
 
 
@@ -117,27 +118,40 @@ def open_trainable(folder: Path, added: AddedTokens = NO_TOKENS, dtypes: Sequenc
     return TrainableModel(model, row)
 
 
-def freeze(model: Any, vision: VisionSection, prefix: str) -> None:
-    """Freezes the parts of a multimodal model that `model.vision` freezes; `prefix` begins the tower's names."""
+def freeze(model: Any, vision: VisionSection, tower: TrainedTower) -> None:
+    """Freezes the parts of a multimodal model that `model.vision` freezes."""
+    of_parts = [(theirs, ours) for ours, choices in tower.prefixes for theirs in choices]
     for name, parameter in model.named_parameters():
-        if not name.startswith(prefix):
+        own = next((ours + name.removeprefix(theirs) for theirs, ours in of_parts if name.startswith(theirs)), None)
+        if own is None:
             is_frozen = vision.freeze_language_model
-        elif name.removeprefix(prefix).startswith(PROJECTOR):
+        elif own.startswith(PROJECTOR):
             is_frozen = vision.freeze_projector
         else:
             is_frozen = vision.freeze_tower
         parameter.requires_grad_(not is_frozen)
 
 
-def image_inputs(is_image: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Tensor]:
-    """Returns the model's arguments for images.
+def image_inputs(vision: VisionSection, is_image: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Tensor]:
+    """Returns the model's arguments for images; there may be none.
 
     Args:
         is_image: Marks the tokens of images, [batch, seq] bool.
         pixels: Patches of all images, [patches, elements of a patch].
         grids: Frames, rows and columns of each image in patches, [images, 3].
     """
-    return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": is_image.int()}
+    match vision.kind:
+        case "qwen3_vl":
+            kinds = {"mm_token_type_ids": is_image.int()}
+            return {"pixel_values": pixels, "image_grid_thw": grids, **kinds} if len(grids) else {}
+        case "gemma3":
+            side, size = math.isqrt(vision.num_positions), vision.patch_size
+            patches = pixels.view(len(grids), side, side, vision.num_channels, size, size)
+            whole = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(grids), -1, side * size, side * size)
+            # which rows of text need too, in training
+            return {"token_type_ids": is_image.int(), **({"pixel_values": whole} if len(grids) else {})}
+        case _:
+            assert_never(vision.kind)
 
 
 @torch.no_grad()

@@ -49,6 +49,8 @@ class Family:
     """Prefix of an MTP layer's names, if it is read only on request (`mtp_depths`) and otherwise copied; empty if
     config.json decides."""
     is_ahead_read: bool = False
+    vision_prefixes: tuple[tuple[str, str], ...] = ()
+    """Prefixes of names in our vision tower, each with that of the tensors on disk."""
     is_vision_read: bool = False
     """Whether the vision tower's tensors are part of the model (`model.vision`); otherwise they are copied."""
 
@@ -160,7 +162,9 @@ class Family:
             choices = [usual, *(() if for_all_versions else alternatives)]
             fitting = (parts for parts in choices if any(part.name.replace("{E}", "{L}") in patterns for part in parts))
             rules.append(replace(rule, parts=next(fitting, usual), alternatives=tuple(alternatives)))
-        return replace(self, rules=tuple(rules), base=base, outside=outside)
+        trained = None if self.tower is None else self.tower.trained
+        prefixes = () if trained is None else trained.stored_prefixes(names)
+        return replace(self, rules=tuple(rules), base=base, outside=outside, vision_prefixes=prefixes)
 
     def _under(self, base: str, outside: str, parts: tuple[TensorPattern, ...]) -> tuple[TensorPattern, ...]:
         def renamed(name: str) -> str:
@@ -202,8 +206,7 @@ class Family:
         is_stacked = len(set(kinds(model))) == 1
         table = build_table(self.rules, model, axis_sizes(model), is_stacked, stored)
         table = replace(table, copies=_copies(model, self.base, self.outside))
-        trained = None if self.tower is None else self.tower.trained
-        return table if trained is None else with_tower(table, model, trained.prefix)
+        return with_tower(table, model, self.vision_prefixes)
 
 
 def in_tower(family: Family, model_type: str, architecture: str, tower: Tower) -> Family:

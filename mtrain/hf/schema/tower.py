@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mtrain.base.errors import DataError
 from mtrain.hf.schema.values import needed_value, shown, wrong_type
@@ -37,11 +37,22 @@ class TrainedTower:
     types: tuple[str, ...]
     """The tower's model_type in transformers, followed by other names for it."""
     image_token: int
-    rope_sections: tuple[int, int, int]
+    rope_sections: tuple[int, int, int] | None = None
+    """None if tokens of images count like text."""
+    kind: Literal["qwen3_vl", "gemma3"] = "qwen3_vl"
+    """Value of `model.vision.kind`."""
     deepstack: tuple[int, ...] | None = None
     """Layers whose outputs are added in the language model; None if the family adds none."""
-    prefix: str = "model.visual."
-    """Prefix of the names of its tensors."""
+    prefixes: tuple[tuple[str, tuple[str, ...]], ...] = (("", ("model.visual.",)),)
+    """Prefixes of the names of its tensors in our tower, each with those that files have, the usual one first."""
+
+    def stored_prefixes(self, names: Collection[str]) -> tuple[tuple[str, str], ...]:
+        """Returns the prefixes of names in our tower, each with that of a folder's tensor names; the usual ones if the
+        folder has no tensor of the tower."""
+        return tuple(
+            (ours, next((theirs for theirs in choices if any(name.startswith(theirs) for name in names)), choices[0]))
+            for ours, choices in self.prefixes
+        )
 
 
 @dataclass(frozen=True)

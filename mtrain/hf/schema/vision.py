@@ -1,7 +1,9 @@
 """Reads a vision tower in config.json, and names its tensors."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any, assert_never
 
 from mtrain.arch.features.vision import tower_shapes
 from mtrain.base.errors import DataError
@@ -15,23 +17,57 @@ from mtrain.hf.schema.values import needed_value, shown, wrong_type
 
 KEY = "vision."
 """Prefix of the keys of a tower's tensors in a checkpoint."""
-_SIZES = {
-    "depth": ("num_layers", 27),
-    "hidden_size": ("hidden_size", 1152),
-    "intermediate_size": ("ffn_hidden_size", 4304),
-    "num_heads": ("num_attention_heads", 16),
-    "in_channels": ("num_channels", 3),
-    "patch_size": ("patch_size", 16),
-    "temporal_patch_size": ("frames_per_patch", 2),
-    "spatial_merge_size": ("merge_size", 2),
-    "num_position_embeddings": ("num_positions", 2304),
-}
-"""Field -> our field, and its default in transformers."""
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Fields of a tower's config.json."""
+
+    sizes: Mapping[str, tuple[str, int]]
+    """Field -> our field, and its default in transformers."""
+    neutral: Mapping[str, object]
+    """Field -> the only value that is supported, besides null."""
+    others: tuple[str, ...]
+    """Fields that are read elsewhere, or only initialise a new tower."""
+
+    def read(self, tower: Mapping[str, Any], read: Collection[str] = ()) -> dict[str, Any]:
+        """Returns our sizes; refuses fields that are neither known nor in `read`."""
+        known = {*self.sizes, *self.others, *read, *INERT}
+        for name, value in tower.items():
+            # a missing field is not refused, hence no comparison with a default here
+            if name not in known and value not in (None, False, self.neutral.get(name)):
+                raise DataError(f"config.json: {VISION}.{name}={shown(value)} is not supported in a vision tower")
+        return {ours: needed_value(tower, name, int, default) for name, (ours, default) in self.sizes.items()}
+
+
 _DEEPSTACK = "deepstack_visual_indexes"
-_NEUTRAL = {_DEEPSTACK: [], "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}}
-"""Field -> the only value that is supported, besides null."""
-_OTHERS = ("model_type", "initializer_range", "out_hidden_size", "hidden_act")
-"""Fields that are read elsewhere, or only initialise a new tower."""
+_QWEN3_VL = _Fields(
+    {
+        "depth": ("num_layers", 27),
+        "hidden_size": ("hidden_size", 1152),
+        "intermediate_size": ("ffn_hidden_size", 4304),
+        "num_heads": ("num_attention_heads", 16),
+        "in_channels": ("num_channels", 3),
+        "patch_size": ("patch_size", 16),
+        "temporal_patch_size": ("frames_per_patch", 2),
+        "spatial_merge_size": ("merge_size", 2),
+        "num_position_embeddings": ("num_positions", 2304),
+    },
+    {_DEEPSTACK: [], "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}},
+    ("model_type", "initializer_range", "out_hidden_size", "hidden_act"),
+)
+_SIGLIP = _Fields(
+    {
+        "num_hidden_layers": ("num_layers", 12),
+        "hidden_size": ("hidden_size", 768),
+        "intermediate_size": ("ffn_hidden_size", 3072),
+        "num_attention_heads": ("num_attention_heads", 12),
+        "num_channels": ("num_channels", 3),
+        "patch_size": ("patch_size", 16),
+    },
+    {"layer_norm_eps": 1e-6},
+    ("model_type", "hidden_act", "image_size", "vision_use_head"),
+)
 
 
 def vision_of(config: Mapping[str, Any], text: Mapping[str, Any], family: TrainedTower) -> dict[str, Any]:
@@ -47,11 +83,20 @@ def vision_of(config: Mapping[str, Any], text: Mapping[str, Any], family: Traine
         raise DataError(
             f"config.json: {VISION}.model_type={shown(name)} is not supported, but {family.types[0]} is needed"
         )
-    read = (*_SIZES, *_OTHERS, *([] if family.deepstack is None else [_DEEPSTACK]))
-    for name, value in tower.items():
-        is_known = name in read or name in INERT
-        if not is_known and value not in (None, False, _NEUTRAL.get(name)):
-            raise DataError(f"config.json: {VISION}.{name}={shown(value)} is not supported in a vision tower")
+    match family.kind:
+        case "qwen3_vl":
+            fields = _of_qwen3_vl(config, tower, text, family)
+        case "gemma3":
+            fields = _of_gemma3(config, tower, family)
+        case _:
+            assert_never(family.kind)
+    return {"kind": family.kind, "activation": needed_value(tower, "hidden_act", str, "gelu_pytorch_tanh"), **fields}
+
+
+def _of_qwen3_vl(
+    config: Mapping[str, Any], tower: Mapping[str, Any], text: Mapping[str, Any], family: TrainedTower
+) -> dict[str, Any]:
+    sizes = _QWEN3_VL.read(tower, () if family.deepstack is None else (_DEEPSTACK,))
     if (width := needed_value(tower, "out_hidden_size", int, 3584)) != text.get("hidden_size"):
         raise DataError(
             f"config.json: {VISION}.out_hidden_size={width} must equal the hidden_size of the text model, "
@@ -60,17 +105,41 @@ def vision_of(config: Mapping[str, Any], text: Mapping[str, Any], family: Traine
     rope: Mapping[str, Any] = next((text[name] for name in ROPE_OBJECTS if isinstance(text.get(name), dict)), {})
     if rope.get("mrope_interleaved", True) is not True:
         raise DataError("config.json: mrope_interleaved must be true, because axes alternate in this family")
-    return {
-        "activation": needed_value(tower, "hidden_act", str, "gelu_pytorch_tanh"),
-        **{ours: needed_value(tower, name, int, default) for name, (ours, default) in _SIZES.items()},
+    return sizes | {
         "deepstack": () if family.deepstack is None else tower.get(_DEEPSTACK, family.deepstack),
         "rope_sections": rope.get("mrope_section", family.rope_sections),
         "image_token": needed_value(config, "image_token_id", int, family.image_token),
     }
 
 
-def with_tower(table: Table, model: ModelSection, prefix: str) -> Table:
-    """Adds the tensors of a model's tower, named `prefix` + name in transformers; without one, changes nothing."""
+def _of_gemma3(config: Mapping[str, Any], tower: Mapping[str, Any], family: TrainedTower) -> dict[str, Any]:
+    sizes = _SIGLIP.read(tower)
+    if needed_value(tower, "vision_use_head", bool, True):
+        raise DataError(
+            f"config.json: {VISION}.vision_use_head=True (a head that the features do not use) is not supported, but "
+            "False is needed"
+        )
+    side, remainder = divmod(needed_value(tower, "image_size", int, 224), max(1, sizes["patch_size"]))
+    tokens = needed_value(config, "mm_tokens_per_image", int, 256)
+    if remainder or tokens < 1 or isqrt(tokens) ** 2 != tokens or side % isqrt(tokens):
+        raise DataError(
+            f"config.json: {VISION}.image_size={shown(tower.get('image_size'))} with patch_size="
+            f"{sizes['patch_size']} does not divide into mm_tokens_per_image={tokens} equal squares of whole patches; "
+            "correct the file"
+        )
+    # transformers 5.24 reads either name
+    name = "image_token_id" if "image_token_id" in config else "image_token_index"
+    return sizes | {
+        "num_positions": side**2,
+        "merge_size": side // isqrt(tokens),
+        "frames_per_patch": 1,
+        "image_token": needed_value(config, name, int, family.image_token),
+    }
+
+
+def with_tower(table: Table, model: ModelSection, prefixes: Iterable[tuple[str, str]]) -> Table:
+    """Adds the tensors of a model's tower, named as in transformers after the given prefixes, ours and theirs; without
+    a tower, changes nothing."""
     if model.vision is None:
         return table
     shapes = tower_shapes(model.vision, model.hidden_size)
@@ -78,7 +147,8 @@ def with_tower(table: Table, model: ModelSection, prefix: str) -> Table:
     for name, shape in shapes.items():
         axes = {f"a{axis}": size for axis, size in enumerate(shape)}
         arrangement = Arrangement(" ".join(axes), " ".join(axes), {}, axes)
-        tensors = (HfTensor(prefix + name, arrangement),)
+        theirs = next(theirs + name.removeprefix(ours) for ours, theirs in prefixes if name.startswith(ours))
+        tensors = (HfTensor(theirs, arrangement),)
         slices.append(FilledSlice(KEY + name, TensorSlice.whole(shape), tensors, keeps_dtype=False))
     return Table(
         table.shapes | {KEY + name: shape for name, shape in shapes.items()}, (*table.slices, *slices), table.copies

@@ -26,6 +26,7 @@ from mtrain.verify.core.weights import TABLES, Arrays, Whole
 from mtrain.verify.core.worker import Outcome, StepOutcome, disagreement
 from mtrain.verify.reference.aggregation import token_weights
 from mtrain.verify.reference.model.adapters import is_trained
+from mtrain.verify.reference.model.images import scaled_like
 from mtrain.verify.reference.optimizer import Moments, Updated, exact_optimizer
 from mtrain.verify.reference.schedule import published_rate
 from mtrain.verify.reference.text import Rows, Text, rows_of
@@ -138,16 +139,17 @@ class StepComparison:
         """Compares gradients from the loss backwards, in the order of computation."""
         exact = expected.gradients
         for name in reversed([name for name in self._tensors if name in exact]):
-            yield Deviation(kind, name, step, self._relative_error(name, gradients, exact[name]), self._tolerance[kind])
+            error = self._relative_error(name, gradients, exact[name], exact[scaled_like(name)])
+            yield Deviation(kind, name, step, error, self._tolerance[kind])
 
-    def _relative_error(self, name: str, gradients: Whole, exact: NDArray[Any]) -> float:
-        """Returns the larger of error and difference between ranks, relative to the largest exact element."""
+    def _relative_error(self, name: str, gradients: Whole, exact: NDArray[Any], scale: NDArray[Any]) -> float:
+        """Returns the larger of error and difference between ranks, relative to the largest element of `scale`."""
         actual, padding = self._parts(name, gradients.tensors[name])
-        exact = self._parts(name, exact)[0]
+        exact, scale = (self._parts(name, each)[0] for each in (exact, scale))
         if padding.any():
             return math.inf
         difference = max(float(np.abs(actual - exact).max()), gradients.spread[name])
-        largest = float(np.abs(exact).max())
+        largest = float(np.abs(scale).max())
         if largest > 0:
             return difference / largest
         return 0.0 if difference == 0 else math.inf

@@ -191,8 +191,9 @@ def _images_of(text: Text, vision: VisionSection) -> SampleImages | None:
         count = height * width
         span, after = slice(picture.start, picture.start + count), slice(picture.start + count, length)
         places[span] = np.arange(count) + places.max() + 1
-        axes[span] = axes[picture.start] + np.indices((1, height, width)).reshape(3, -1).T
-        axes[after][starts[after] == starts[picture.start]] -= count - max(height, width)
+        if vision.rope_sections is not None:
+            axes[span] = axes[picture.start] + np.indices((1, height, width)).reshape(3, -1).T
+            axes[after][starts[after] == starts[picture.start]] -= count - max(height, width)
         grids.append([1, picture.rows, picture.columns])
     return SampleImages(np.concatenate([each.pixels for each in text.pictures]), np.array(grids), places, axes)
 
@@ -319,6 +320,8 @@ class HardBatch:
             # a lone one, so that even two ranks that share the images of a microbatch are not both given one
             for _ in range(1 if slot % _NO_IMAGE_EVERY == 1 else 2):
                 rows, columns = rng.integers(1, 4, 2)
+                if vision.fixed_side is not None:
+                    rows = columns = vision.fixed_side // vision.merge_size
                 if start + rows * columns >= end:
                     break
                 sizes = rows * columns * vision.patches_per_feature, vision.patch_elements

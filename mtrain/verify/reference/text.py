@@ -39,7 +39,8 @@ class Picture:
     """Height in patches."""
     columns: int
     pixels: NDArray[np.float32]
-    """Flattened patches, [rows x columns, elements of a patch], ordered by blocks of merge x merge patches."""
+    """Flattened patches, [rows x columns, elements of a patch], ordered by blocks of merge x merge patches, or row by
+    row for Gemma 3."""
 
 
 @dataclass(frozen=True)

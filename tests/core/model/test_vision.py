@@ -36,6 +36,9 @@ VISION = VisionSection(
 )
 
 
+GEMMA3 = VISION.model_copy(update={"kind": "gemma3", "frames_per_patch": 1, "num_positions": 36, "rope_sections": None})
+
+
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 9))
 def test_every_image_has_one_rank_and_no_rank_much_more_work(patches: list[int], num_ranks: int) -> None:
     shares = divided(patches, num_ranks)
@@ -48,15 +51,22 @@ def test_every_image_has_one_rank_and_no_rank_much_more_work(patches: list[int],
     assert max(loads) - min(patches[image] for image in shares[heaviest]) <= min(loads)
 
 
-def test_shapes_are_those_of_the_tower_of_transformers() -> None:
-    tower = built_tower(VISION, 32)
-    assert tower_shapes(VISION, 32) == {name: tuple(each.shape) for name, each in tower.named_parameters()}
-    assert num_tower_parameters(VISION, 32) == sum(each.numel() for each in tower.parameters())
+@pytest.mark.parametrize("vision", [VISION, GEMMA3], ids=lambda each: each.kind)
+def test_shapes_are_those_of_the_tower_of_transformers(vision: VisionSection) -> None:
+    tower = built_tower(vision, 32)
+    assert tower_shapes(vision, 32) == {name: tuple(each.shape) for name, each in tower.named_parameters()}
+    assert num_tower_parameters(vision, 32) == sum(each.numel() for each in tower.parameters())
     assert num_tower_parameters(None, 32) == num_frozen_parameters(None, 32) == 0
-    learns = VISION.model_copy(update={"freeze_projector": False})
-    assert num_frozen_parameters(VISION, 32) - num_frozen_parameters(learns, 32) == sum(
-        each.numel() for name, each in tower.named_parameters() if name.startswith("merger.")
+    learns = vision.model_copy(update={"freeze_projector": False})
+    assert num_frozen_parameters(vision, 32) - num_frozen_parameters(learns, 32) == sum(
+        each.numel()
+        for name, each in tower.named_parameters()
+        if name.startswith(("merger.", "multi_modal_projector."))
     )
+    scales = {name: each for name, each in tower.named_parameters() if "norm" in name and name.endswith("weight")}
+    assert scales
+    for name, each in scales.items():  # the projector of Gemma 3 multiplies by 1 + weight
+        assert set(each.tolist()) == {0.0 if name.startswith("multi_modal_projector.") else 1.0}, name
 
 
 def test_equal_axes_are_one_position_to_the_bit() -> None:
@@ -105,10 +115,64 @@ def test_features_are_counted_over_the_samples_of_a_microbatch() -> None:
     assert collate([[text]], FORM, None).images is None
 
 
+def test_tokens_of_an_image_see_its_end_and_their_pairs_are_counted() -> None:
+    rng = np.random.default_rng(5)
+    form = RowForm(40, TERMS, is_packed=True, isolates_documents=True, patches_per_feature=4, bidirectional_images=True)
+    for window in (None, 3, 7):
+        rows, seen = [], []
+        for _ in range(3):
+            samples, pairs, end = list[Sample](), list[tuple[int, int]](), 0
+            for _ in range(int(rng.integers(1, 4))):
+                counts = rng.integers(1, 5, rng.integers(0, 3)).tolist()
+                starts, places = list[int](), list[int]()
+                for count in counts:
+                    places += [-1] * int(rng.integers(0, 2))
+                    starts.append(len(places))
+                    places += range(sum(each >= 0 for each in places), sum(each >= 0 for each in places) + count)
+                places += [-1] * int(rng.integers(1, 3))
+                whole = with_images(1, places, sum(counts))
+                images = SampleImages(
+                    whole.images.pixels,  # type: ignore[union-attr]
+                    np.array([[1, 2, 2 * count] for count in counts]).reshape(-1, 3),
+                    whole.images.places,  # type: ignore[union-attr]
+                    whole.images.axes,  # type: ignore[union-attr]
+                )
+                samples.append(replace(whole, images=images if counts else None))
+                for query in range(len(places)):
+                    last = max([query, *(s + n - 1 for s, n in zip(starts, counts, strict=True) if s <= query < s + n)])
+                    first = 0 if window is None else max(0, query - window + 1)
+                    pairs.append((end + last + 1, last - first + 1))
+                end += len(places)
+            rows.append(samples)
+            seen.append(pairs)
+        batch = collate(rows, replace(form, window=window), None)
+        assert batch.num_window_pairs == sum(count for pairs in seen for _, count in pairs)
+        assert batch.num_window_pairs <= batch.num_pairs
+        if batch.images is not None:
+            assert batch.images.ends is not None
+            for row, pairs in zip(batch.images.ends.tolist(), seen, strict=True):
+                assert row == [*(stop for stop, _ in pairs), *range(len(pairs) + 1, 41)]
+
+
 def test_a_model_of_text_refuses_images() -> None:
     form = RowForm(8, TERMS)
     with refuses(DataError, "model.vision"):
         collate([[with_images(1, [0], 1)]], form, None)
+
+
+@pytest.mark.parametrize("frozen", [(), ("freeze_tower",), ("freeze_projector",)])
+def test_flops_of_the_tower_of_gemma_3_are_those_that_torch_counts(frozen: tuple[str, ...]) -> None:
+    update = {name: name in frozen for name in ("freeze_tower", "freeze_projector")}
+    vision = GEMMA3.model_copy(update=update)
+    tower: Any = built_tower(vision, 32)
+    tower.vision_tower.set_attn_implementation("eager")
+    for name, parameter in tower.named_parameters():
+        is_projector = name.startswith("multi_modal_projector.")
+        parameter.requires_grad_(not update["freeze_projector" if is_projector else "freeze_tower"])
+    with FlopCounterMode(display=False) as counter:
+        tower(torch.zeros(72, 48), grid_thw=torch.tensor([[1, 6, 6]] * 2)).pooler_output.sum().backward()
+    model = config(model__hidden_size=32, model__vision=vision).model
+    assert flops_of_step(model, Work(0, 0, 0, 0, 72, 2 * 36**2)) == counter.get_total_flops() > 0
 
 
 @pytest.mark.parametrize("deepstack", [(), (0,)], ids=["one merger", "deeper features"])

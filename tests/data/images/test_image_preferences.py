@@ -124,6 +124,7 @@ def test_no_cut_of_a_pair_is_inside_an_image(
     vision_folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
+    samples = [[*parts, 1] for parts in samples]  # the answer, which has no image
     processor = processor_of(vision_folder)
     with mock.patch.object(test_image_samples, "PartsEncoder", PromptEncoder):
         cache = cache_of(tmp_path_factory.mktemp("cache"), samples, processor)

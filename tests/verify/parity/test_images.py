@@ -9,7 +9,7 @@ import pytest
 from mtrain.config import Config
 from mtrain.verify.core.ranks import Pool
 from tests.config.samples import config
-from tests.config.test_vision import VISION
+from tests.config.test_vision import GEMMA3, VISION
 from tests.fault_table import Notice
 from tests.verify.parity.checks import check
 
@@ -40,6 +40,22 @@ def test_images_are_exact(pool: Pool, vision: dict[str, Any], changes: dict[str,
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     assert any(name.startswith("vision.blocks.") for name in report.tensors)
     assert "random images" in report.data
+
+
+@pytest.mark.parametrize(
+    ("changes", "layouts"),
+    [
+        (PACKED, "tp2spcp2mbs1"),
+        ({}, "cp2ulyssesmbs2,pp2mbs2"),
+    ],
+    ids=["packed", "whole rows"],
+)
+def test_images_whose_tokens_see_each_other_are_exact(pool: Pool, changes: dict[str, Any], layouts: str) -> None:
+    windows = {"model__sliding_window": 7, "model__global_attention_every": 2}
+    settings = config(model__num_layers=2, model__vision=GEMMA3 | TRAINED, **windows, **changes)
+    report = check(pool, settings, layouts, num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    assert any(name.startswith("vision.vision_tower.") for name in report.tensors)
 
 
 SHARED, DATA, ALONE = "cp2mbs8", "dp2mbs4", "mbs4"

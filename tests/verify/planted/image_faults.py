@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals, StepSums
 from mtrain.core.engine.sharded_model import ShardedModel
-from mtrain.core.layers import vision
+from mtrain.core.layers import language_model, vision
 from mtrain.core.layers.attention.rotary import Rotary, ThreeAxesRotary
 from mtrain.core.layers.vision import VisionTower
 from mtrain.core.ranks.groups import Groups
@@ -97,3 +97,5 @@ IMAGE_PLANTS: dict[str, Plant] = {
 }
 NO_ZEROS = replacing(VisionTower, "_connected", lambda self, values: values)
 """Ranks without images give the tower no gradient, and others wait for it."""
+ONLY_THE_PAST = replacing(language_model, "with_image_ends", lambda starts, ends: starts)
+"""Tokens of an image do not see its later ones, as in Gemma 3."""

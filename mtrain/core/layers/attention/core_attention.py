@@ -92,31 +92,32 @@ class RowAttention(DividedModule, Remembering):
         if keys.documents is None:  # one kernel call for the whole batch
             whole = replace(keys, documents=(((0, len(key)),),))
             return self._attend_row(query, key, value, whole, runs)
-        if self._fits_varlen(query, key, value):  # one kernel call here as well
+        if keys.images is None and self._fits_varlen(query, key, value):  # one kernel call here as well
             return attend_segments(query, key, value, keys.segments(runs, len(key), query.device), self.scale)
         # a call for each document of each row: rows differ in their documents, so they cannot share a call without mask
         parts = [torch.split(part, 1, dim=1) for part in (query, key, value)]
         rows = []
-        for row_query, row_key, row_value, documents in zip(*parts, keys.documents):
-            row_keys = replace(keys, documents=(documents,))
+        for row, (row_query, row_key, row_value) in enumerate(zip(*parts, strict=True)):
+            images = None if keys.images is None else (keys.images[row],)
+            row_keys = replace(keys, documents=(keys.documents[row],), images=images)
             rows.append(self._attend_row(row_query, row_key, row_value, row_keys, runs))
         return torch.cat(rows, dim=1)
 
     def _attend_row(self, query: Tensor, key: Tensor, value: Tensor, keys: KeySet, runs: Sequence[Run]) -> Tensor:
-        """Attends in rows that all have the documents of the only row in `keys`."""
+        """Attends in rows that all have the documents and images of the only row in `keys`."""
         assert keys.documents is not None
-        (documents,) = keys.documents
-        pieces = list(pieces_of(runs, documents))
+        (documents,), (images,) = keys.documents, ((),) if keys.images is None else keys.images
+        pieces = list(pieces_of(runs, documents, images))
         # split, not sliced, since the backward of a slice fills a whole row with zeros and adds it to the gradient
         queries = torch.split(query, [piece.num_queries for piece in pieces])
         lengths = [end - start for start, end in documents]
         of_document = [torch.split(part, lengths) for part in (key, value)]
         outputs = []
         for piece_query, piece in zip(queries, pieces, strict=True):
-            # no key after the last query, so that no masked score is computed, and q = k if the run begins with the
-            # document
+            # no key after the last that a query sees, so that no masked score is computed, and q = k if the run begins
+            # with the document
             first, second = (_first(part[piece.document], piece.num_keys) for part in of_document)
-            outputs.append(self._causal(piece_query, first, second, keys))
+            outputs.append(self._causal(piece_query, first, second, replace(keys, num_ahead=piece.num_ahead)))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # cat would copy even a single tensor
 
     def _fits_varlen(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -125,8 +126,8 @@ class RowAttention(DividedModule, Remembering):
         return self.softmax_offset is None and not drops and is_varlen_usable(query, key, value)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, keys: KeySet) -> Tensor:
-        """Attends causally, with the last query aligned to the last key: query [q, b, h, d], key and value [k, b, g,
-        d], k >= q."""
+        """Attends as `KeySet.mask` says, in a piece of text causally, with the last query aligned to the last key:
+        query [q, b, h, d], key and value [k, b, g, d], k >= q."""
         if self.softmax_offset is None:
             return self._weighted_values(query, key, value, keys, 0)
         value_dim = value.shape[-1]
@@ -140,7 +141,7 @@ class RowAttention(DividedModule, Remembering):
         """Computes `_causal`, with every query seeing the first `num_sinks` keys (0 or 1)."""
         mask = keys.mask(query.shape[0], key.shape[0] - num_sinks, num_sinks, query.device)
         # is_causal aligns the first query to the first key, which is right only for equally many of both
-        is_causal = mask is None
+        is_causal = mask is None and keys.num_ahead is None
         if is_causal and num_sinks:
             # an additional first query makes the mask square again, which kernels handle as is_causal
             query = functional.pad(query, (0, 0, 0, 0, 0, 0, num_sinks, 0))

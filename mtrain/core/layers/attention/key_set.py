@@ -24,12 +24,18 @@ Documents = tuple[tuple[Run, ...], ...]
 
 @dataclass(frozen=True)
 class KeySet:
-    """The keys that the queries of a microbatch see: those in their document and window, and not after them."""
+    """The keys that the queries of a microbatch see: those in their document and window, and not after them, except
+    that tokens of one image see each other both ways if the model says so."""
 
     documents: Documents | None = None
     """Documents of each row; None: each row is one document."""
     window: int | None = None
-    """Largest number of keys that a query sees, including its own; None: all keys up to its own."""
+    """Largest number of keys up to its own that a query sees, including it; None: all keys up to its own."""
+    images: Documents | None = None
+    """Images of each row whose tokens see each other both ways, each inside a document; None: no query sees a key after
+    its own. Requires `documents`."""
+    num_ahead: int | None = None
+    """Number of keys after the last query in a piece of an image, all of which it sees; None: a piece of text."""
     chosen: Tensor | None = None
     """Mask of the keys that each query sees, [batch, 1, queries, keys] bool, only if each row is one document; None:
     all that the window allows."""
@@ -41,12 +47,19 @@ class KeySet:
 
     def mask(self, num_queries: int, num_keys: int, num_sinks: int, device: torch.device) -> Tensor | None:
         """Returns the mask of one piece, [..., queries, sinks + keys] bool, or on GPUs possibly torch's own mask type;
-        None if query i sees the keys 0 to i.
+        None if query i sees the keys 0 to i, or in a piece of an image all keys.
 
-        The last query is aligned to the last key. The first `num_sinks` keys are seen by every query.
+        The last query is aligned to the last key, or to the key `num_ahead` before it. The first `num_sinks` keys are
+        seen by every query.
         """
         if self.chosen is not None:
             seen = self.chosen
+        elif self.num_ahead is not None:
+            if self.window is None or self.window >= num_keys:
+                return None
+            last = num_keys - self.num_ahead
+            positions = torch.arange(last - num_queries, last, device=device)
+            seen = positions[:, None] - torch.arange(num_keys, device=device) < self.window
         elif num_queries == num_keys and (self.window is None or self.window >= num_keys):
             return None
         elif device.type == "cuda" and (self.window is None or self.window >= num_keys):
@@ -61,11 +74,27 @@ class KeySet:
         return distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
 
 
+def with_image_ends(document_starts: Tensor | None, ends: Tensor | None) -> Tensor | None:
+    """Joins what tells the keys that tokens see, as `key_set` expects it.
+
+    Args:
+        document_starts: Index at which each token's document starts, [batch, seq] on the CPU for full rows; None: each
+            row is one document.
+        ends: Index after the last key that each token sees, [batch, seq] int32 on the CPU: for tokens of images the end
+            of the image. None: no token sees a later one.
+
+    Returns:
+        `document_starts`, or both, [2, batch, seq].
+    """
+    if ends is None:
+        return document_starts
+    return torch.stack((torch.zeros_like(ends) if document_starts is None else document_starts, ends))
+
+
 def key_set(document_starts: Tensor | None, window: int | None) -> KeySet:
     """Returns the keys that the queries of a microbatch see in layers with this window.
 
-    `document_starts` has the index at which each token's document starts, [batch, seq] on the CPU for full rows; None:
-    each row is one document.
+    `document_starts` is a result of `with_image_ends`.
     """
     if document_starts is None:
         return KeySet(window=window)
@@ -75,7 +104,8 @@ def key_set(document_starts: Tensor | None, window: int | None) -> KeySet:
     if known is None:
         known = document_starts.known_key_sets = {}  # type: ignore[attr-defined]
     if window not in known:
-        known[window] = KeySet(documents_of(document_starts), window)
+        starts, ends = document_starts if document_starts.dim() == 3 else (document_starts, None)
+        known[window] = KeySet(documents_of(starts), window, None if ends is None else _images_of(ends))
     return known[window]
 
 
@@ -88,7 +118,8 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
 
 
 class Piece(NamedTuple):
-    """The queries of one run inside one document, with their keys, from the start of the document to the last query."""
+    """Queries of one run inside one document, either text or of one image, with their keys, from the start of the
+    document to the last query or the end of the image."""
 
     document: int
     """Number of the document in its row."""
@@ -96,14 +127,27 @@ class Piece(NamedTuple):
     """Position in the row at which the document starts."""
     num_queries: int
     num_keys: int
+    num_ahead: int | None = None
+    """Number of keys after the last query, see `KeySet`."""
 
 
-def pieces_of(runs: Sequence[Run], documents: Sequence[Run]) -> Iterator[Piece]:
-    """Yields the pieces of a row for a rank's runs of positions; together they hold all its queries in order."""
+def pieces_of(runs: Sequence[Run], documents: Sequence[Run], images: Sequence[Run] = ()) -> Iterator[Piece]:
+    """Yields the pieces of a row for a rank's runs of positions; together they hold all its queries in order.
+
+    `images` are those whose tokens see each other both ways, ascending, each inside a document.
+    """
     for run_start, run_end in runs:
         for number, (document_start, document_end) in enumerate(documents):
             # queries of a run that begins inside a document also need the keys before the run
             start, end = max(run_start, document_start), min(run_end, document_end)
+            for image_start, image_end in images:
+                # a run may begin or end inside an image, whose other tokens are keys all the same
+                first, last = max(start, image_start), min(end, image_end)
+                if first < last:
+                    if start < first:
+                        yield Piece(number, document_start, first - start, first - document_start)
+                    yield Piece(number, document_start, last - first, image_end - document_start, image_end - last)
+                    start = last
             if start < end:
                 yield Piece(number, document_start, end - start, end - document_start)
 
@@ -157,6 +201,19 @@ def documents_of(document_starts: Tensor) -> Documents:
         starts = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist()]
         documents.append(tuple(zip(starts, [*starts[1:], length])))
     return tuple(documents)
+
+
+def _images_of(ends: Tensor) -> Documents | None:
+    """Returns the images of rows of several tokens from the index after the last key of each token, [batch, seq] on the
+    CPU; None if there are none."""
+    images = []
+    for row in ends.numpy():
+        # all tokens of an image have the same end, and no other token has it, since the last token of an image is one
+        # of them
+        starts = np.flatnonzero(np.diff(row, prepend=0))
+        lengths = np.diff(starts, append=len(row))
+        images.append(tuple((int(start), int(start + n)) for start, n in zip(starts, lengths) if n > 1))
+    return tuple(images) if any(images) else None
 
 
 def _lower_right(num_queries: int, num_keys: int) -> Tensor:

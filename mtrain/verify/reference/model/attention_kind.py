@@ -51,18 +51,26 @@ class AttentionKind(ABC):
 
 @dataclass(frozen=True)
 class KeySet:
-    """Keys that a query sees: in its document, not after it, and less than `window` before it."""
+    """Keys that a query sees: in its document, not after it unless in its image, and less than `window` before it."""
 
     documents: Tensor
     """[batch, seq] number of each token's document."""
     window: int | None = None
     """None: all earlier keys."""
+    images: Tensor | None = None
+    """[batch, seq] number of each token's image in its row, -1 for text; None: no token sees a later one."""
 
     def seen(self) -> Tensor:
         """Returns [batch, query, key] bool."""
         positions = torch.arange(self.documents.shape[1], device=self.documents.device)
         distance = positions[:, None] - positions[None]
-        near = (distance >= 0) & (distance < (len(positions) if self.window is None else self.window))
+        ahead = distance < 0
+        near = distance < (len(positions) if self.window is None else self.window)
+        if self.images is None:
+            near = near & ~ahead
+        else:
+            same = (self.images[:, :, None] == self.images[:, None, :]) & (self.images >= 0)[:, :, None]
+            near = near & (~ahead | same)
         return near & (self.documents[:, :, None] == self.documents[:, None, :])
 
 

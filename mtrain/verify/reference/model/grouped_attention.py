@@ -22,7 +22,7 @@ from mtrain.verify.reference.model.attention_kind import (
     norm_shapes,
     softmax,
 )
-from mtrain.verify.reference.model.images import axes_of, positions_of_pairs
+from mtrain.verify.reference.model.images import axes_of, numbers_of_images, positions_of_pairs
 from mtrain.verify.reference.model.modules import Module, linear, norm
 from mtrain.verify.reference.model.rotary import rotated, temperature
 from mtrain.verify.reference.text import Rows
@@ -69,7 +69,10 @@ class GroupedAttention(AttentionKind):
         scale = 1 / math.sqrt(size if model.query_scalar is None else model.query_scalar)
         scores = torch.einsum("bqghd,bkgd->bghqk", query, key) * scale
         sinks = part.get("core_attention.softmax_offset")
-        weights = softmax(scores, KeySet(rows.documents, window), None if sinks is None else sinks.view(groups, shared))
+        vision = model.vision
+        images = numbers_of_images(rows, vision) if vision is not None and vision.bidirectional else None
+        keys = KeySet(rows.documents, window, images)
+        weights = softmax(scores, keys, None if sinks is None else sinks.view(groups, shared))
         return torch.einsum("bghqk,bkgd->bqghd", weights, value.squeeze(3)).flatten(2)
 
     def projected(self, part: Module, x: Tensor, context: Tensor) -> Tensor:
@@ -157,7 +160,7 @@ def partly_rotated(heads: Tensor, rows: Rows, rope: RopeSection, vision: VisionS
     """Rotates the first dimensions of [batch, seq, heads, size], as many as `rope.partial` says."""
     size = heads.shape[-1] if rope.scaling == "proportional" else math.floor(heads.shape[-1] * rope.partial)
     positions = rows.positions
-    if vision is not None and rows.pictures:
+    if vision is not None and vision.rope_sections is not None and rows.pictures:
         positions = positions_of_pairs(axes_of(rows, vision), size // 2, vision)
     return torch.cat([rotated(heads[..., :size], positions, rope), heads[..., size:]], dim=-1)
 

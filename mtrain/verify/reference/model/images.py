@@ -5,9 +5,10 @@ positions count, and how gradients add up. Source of positions: Qwen2-VL (Wang e
 pairs alternate as in Qwen3-VL.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -16,8 +17,15 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.vision import VisionSection
 from mtrain.verify.reference.text import Picture, Rows
 
-TOWER, PROJECTOR = "vision.", ("vision.merger.", "vision.deepstack_merger_list.")
+TOWER, PROJECTOR = "vision.", ("vision.merger.", "vision.deepstack_merger_list.", "vision.multi_modal_projector.")
 """Prefixes of the names of all tensors of a tower, and of its projector's."""
+KEY_BIAS = ".self_attn.k_proj.bias"
+
+
+def scaled_like(name: str) -> str:
+    """Returns the parameter whose gradient tells how far that of parameter `name` may be off: itself, except for the
+    bias of a tower's keys, which moves all scores of a query alike, so that its gradient is 0 but for rounding."""
+    return name.removesuffix("bias") + "weight" if name.endswith(KEY_BIAS) else name
 
 
 def tower_of(model: ModelSection) -> Any:
@@ -28,9 +36,48 @@ def tower_of(model: ModelSection) -> Any:
 
 @lru_cache(maxsize=2)
 def _tower(section: str, hidden_size: int) -> Any:
+    vision = VisionSection.model_validate_json(section)
+    match vision.kind:
+        case "qwen3_vl":
+            return _qwen3_vl(vision, hidden_size)
+        case "gemma3":
+            return _gemma3(vision, hidden_size)
+        case _:
+            assert_never(vision.kind)
+
+
+def _gemma3(vision: VisionSection, hidden_size: int) -> Any:
+    from transformers import Gemma3Config, SiglipVisionModel
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
+
+    side = math.isqrt(vision.num_positions)
+    tower = {
+        "model_type": "siglip_vision_model",
+        "num_hidden_layers": vision.num_layers,
+        "hidden_size": vision.hidden_size,
+        "hidden_act": vision.activation,
+        "intermediate_size": vision.ffn_hidden_size,
+        "num_attention_heads": vision.num_attention_heads,
+        "num_channels": vision.num_channels,
+        "image_size": side * vision.patch_size,
+        "patch_size": vision.patch_size,
+        "vision_use_head": False,
+    }
+    config = Gemma3Config(
+        text_config={"hidden_size": hidden_size, "num_attention_heads": 1},
+        vision_config=tower,
+        mm_tokens_per_image=(side // vision.merge_size) ** 2,
+    )
+    parts = {
+        "vision_tower": SiglipVisionModel(config.vision_config),
+        "multi_modal_projector": Gemma3MultiModalProjector(config),
+    }
+    return torch.nn.ModuleDict(parts)
+
+
+def _qwen3_vl(vision: VisionSection, hidden_size: int) -> Any:
     from transformers import Qwen3VLVisionConfig, Qwen3VLVisionModel
 
-    vision = VisionSection.model_validate_json(section)
     return Qwen3VLVisionModel(
         Qwen3VLVisionConfig(
             depth=vision.num_layers,
@@ -66,15 +113,48 @@ def with_features(
     result, deep = embedded.clone(), [torch.zeros_like(embedded) for _ in model.vision.deepstack]
     for row, pictures in enumerate(rows.pictures):
         for picture in pictures:
-            grid = torch.tensor([[1, picture.rows, picture.columns]], device=embedded.device)
-            pixels = torch.from_numpy(picture.pixels).to(embedded.device)
-            output = torch.func.functional_call(tower, weights, (pixels,), {"grid_thw": grid})
+            found = _features(tower, weights, picture, model.vision)
             end = picture.start + num_features(picture, model.vision)
-            for target, features in zip(
-                [result, *deep], [output.pooler_output, *output.deepstack_features], strict=True
-            ):
+            for target, features in zip([result, *deep], found, strict=True):
                 target[row, picture.start : end] = features
     return result, deep
+
+
+def _features(tower: Any, weights: Mapping[str, Tensor], picture: Picture, vision: VisionSection) -> Sequence[Tensor]:
+    """Returns the features of an image, [features, hidden], followed by those of deeper layers."""
+    device = next(iter(weights.values())).device
+    pixels = torch.from_numpy(picture.pixels).to(device)
+    match vision.kind:
+        case "qwen3_vl":
+            grid = torch.tensor([[1, picture.rows, picture.columns]], device=device)
+            output = torch.func.functional_call(tower, dict(weights), (pixels,), {"grid_thw": grid})
+            return [output.pooler_output, *output.deepstack_features]
+        case "gemma3":
+            size = vision.patch_size
+            image = torch.empty(vision.num_channels, picture.rows * size, picture.columns * size, device=device)
+            for number, patch in enumerate(pixels):
+                row, column = divmod(number, picture.columns)
+                place = (slice(row * size, (row + 1) * size), slice(column * size, (column + 1) * size))
+                image[:, *place] = patch.view(vision.num_channels, size, size)
+            hidden = _called("vision_tower", tower, weights, image[None]).last_hidden_state
+            return [_called("multi_modal_projector", tower, weights, hidden)[0]]
+        case _:
+            assert_never(vision.kind)
+
+
+def _called(part: str, tower: Any, weights: Mapping[str, Tensor], values: Tensor) -> Any:
+    prefix = f"{part}."
+    own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    return torch.func.functional_call(tower[part], own, (values.to(next(iter(own.values())).dtype),))
+
+
+def numbers_of_images(rows: Rows, vision: VisionSection) -> Tensor:
+    """Returns the number of each token's image in its row, [batch, seq]; -1 for text."""
+    numbers = torch.full_like(rows.positions, -1)
+    for row, pictures in enumerate(rows.pictures):
+        for number, picture in enumerate(pictures):
+            numbers[row, picture.start : picture.start + num_features(picture, vision)] = number
+    return numbers
 
 
 def axes_of(rows: Rows, vision: VisionSection) -> Tensor:
@@ -99,6 +179,7 @@ def axes_of(rows: Rows, vision: VisionSection) -> Tensor:
 def positions_of_pairs(axes: Tensor, num_pairs: int, vision: VisionSection) -> Tensor:
     """Returns the position by which each pair of a head rotates, [batch, seq, pairs]: time, height and width alternate;
     when the pairs of height and width are used up, all others take time."""
+    assert vision.rope_sections is not None, "called for positions on three axes"
     taken = []
     for pair in range(num_pairs):
         axis = pair % 3
