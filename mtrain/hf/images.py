@@ -206,6 +206,14 @@ class ImageProcessor:
             np.asarray(outputs["pixel_values"], np.float32), np.asarray(outputs["image_grid_thw"], np.int64)[0]
         )
 
+    @property
+    def limits_areas(self) -> bool:
+        """Whether the folder has a processor that resizes images to an area between two limits (`data.images`)."""
+        if not any((self._folder / name).is_file() for name in PROCESSOR_NAMES):
+            return False
+        size = dict(self._processor.size or {})
+        return all(size.get(name) is not None for name in self._limits)
+
     def _sizes(self, processor: Any) -> dict[str, int]:
         """Returns the smallest and the largest area of a resized image, under the names that transformers uses."""
         sizes = {}

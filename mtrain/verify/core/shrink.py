@@ -117,9 +117,9 @@ def small(
         ratio = min(_MAX_WIDTH, config.row_width // config.data.seq_length)
         content["train"] |= {"micro_batch_size": 1, "tokens_per_micro_batch": ratio * length}
     content["data"] = _data(config.data, reads) | {"seq_length": length, "prefetch_steps": 0}
-    if reads and vision is not None:
+    if reads and vision is not None and isinstance(config.data, SftSection):
         content["model"]["vision"] |= {"patch_size": vision.patch_size}
-        content["data"]["images"] = _small_images(vision)
+        content["data"]["images"] |= _small_images(config.data, config.model, vision)
     content["loss"] |= {"chunk_tokens": _chunk_tokens(config)}
     for section in ("valid", "eval", "checkpoint", "metrics"):  # they do not affect a step, and contain paths
         content[section] = {}
@@ -305,8 +305,13 @@ def _data(data: AnyData, reads_files: bool) -> dict[str, Any]:
             assert_never(data)
 
 
-def _small_images(vision: VisionSection) -> dict[str, int]:
-    """Returns limits by which an image takes few tokens."""
+def _small_images(data: SftSection, model: ModelSection, vision: VisionSection) -> dict[str, int]:
+    """Returns limits by which an image takes few tokens, if the processor has limits."""
+    from mtrain.data.encoding.compared import image_processor  # here: it loads readers, which few copies need
+
+    processor = image_processor(data, model)
+    if processor is None or not processor.limits_areas:
+        return {}
     feature = (vision.merge_size * vision.patch_size) ** 2
     return {"min_pixels": feature, "max_pixels": _MOST_FEATURES * feature}
 

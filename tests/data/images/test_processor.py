@@ -243,6 +243,15 @@ def test_limits_on_pixels_are_those_of_transformers(vision_folder: Path) -> None
         processor_of(vision_folder, {"min_pixels": 3000}).patches(content)
 
 
+def test_a_processor_says_whether_it_limits_areas(vision_folder: Path, tmp_path: Path) -> None:
+    assert processor_of(vision_folder).limits_areas
+    (tmp_path / "tokenizer.json").write_bytes((vision_folder / "tokenizer.json").read_bytes())
+    assert not processor_of(tmp_path, image_token=1).limits_areas
+    fixed = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 16, "width": 16}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fixed))
+    assert not processor_of(tmp_path, image_token=1).limits_areas
+
+
 @pytest.mark.parametrize("missing", ["Pillow", "transformers"])
 def test_a_missing_package_is_named(missing: str, vision_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = processor_of(vision_folder)
