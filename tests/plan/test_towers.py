@@ -15,12 +15,14 @@ from mtrain.config import Config
 from mtrain.config.schema.vision import VisionSection
 from mtrain.core.layers.vision import built_tower
 from mtrain.plan.search.cost import Workload, step_cost
-from mtrain.plan.search.hardware import Cluster, gpu_named
+from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster, gpu_named
+from mtrain.plan.search.search import search
 from tests.config.samples import config
 from tests.config.test_vision import VISION
 from tests.parity.images import Picture, drawn
 from tests.plan.allocations import Allocations
 from tests.plan.memory_ranks import measured_with
+from tests.plan.search.test_search import all_that_fit
 from tests.plan.test_memory_of_families import WIDE
 from tests.pool import Pool
 
@@ -157,3 +159,13 @@ def test_smaller_images_attend_to_fewer_patches() -> None:
     pairs = (arch.run_flops_per_token(given) - arch.run_flops_per_token(small)) * 1024
     patches = 4 * 1024
     assert pairs == pytest.approx(12 * 4 * 512 * patches * (4096 - 64))
+
+
+def test_a_plan_divides_patches_where_memory_is_short_and_overlooks_nothing_faster() -> None:
+    given, memory = with_images(LARGE), int(1.2 * GIB)
+    found = search(given, 2, CLUSTER, memory, 1)
+    fastest, *_ = all_that_fit(given, 2, int(memory * USABLE_MEMORY))
+    assert found.choices[0].cost.time.total == pytest.approx(fastest)
+    assert found.choices[0].layout.num_sharing_images > 1
+    text = search(with_images(None), 2, CLUSTER, memory, 1)
+    assert text.choices[0].layout.num_sharing_images == 1

@@ -15,7 +15,7 @@ from mtrain.plan.search.candidates import candidates, section_of, stage_split
 from mtrain.plan.search.cost import Workload, step_cost
 from mtrain.plan.search.hardware import GIB, GPUS, USABLE_MEMORY, Cluster
 from mtrain.plan.search.report import nothing_fits
-from mtrain.plan.search.search import heaviest, recomputations, search, with_layout
+from mtrain.plan.search.search import heaviest, is_legal, recomputations, search, with_layout
 from mtrain.plan.search.verdict import smallest_change, verdict, with_keys
 from tests.config.samples import config
 from tests.messages import refuses
@@ -37,7 +37,7 @@ def all_that_fit(given: Config, num_gpus: int, usable: int) -> list[float]:
             continue
         layout = Layout.from_config(changed, num_gpus)
         for tried in recomputations(changed):
-            if heaviest(tried, layout).total_bytes <= usable:
+            if heaviest(tried, layout).total_bytes <= usable and is_legal(tried):
                 key = (layout.tp, layout.pp, layout.ep, layout.etp, layout.cp, layout.shard)
                 best[key] = min(best.get(key, 1e30), step_cost(Workload(tried, layout, H100)).time.total)
                 break
