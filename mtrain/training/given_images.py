@@ -122,19 +122,25 @@ class GivenImages:
             patches = [self._read(image, f"{name}: image {number}") for number, image in enumerate(images)]
         except DataError as fault:
             raise _refused(str(fault)) from fault
-        token, counts = vision.image_token, [len(patch.pixels) // vision.patches_per_feature for patch in patches]
-        at = np.flatnonzero(ids == token)
-        features, rest = at[: sum(counts)], at[sum(counts) :]
-        runs = np.split(features, np.cumsum(counts)[:-1]) if counts else []
-        if len(features) < sum(counts) or not is_drawn[rest].all():
+        counts = [] if processor is None else [processor.num_features(patch.grid) for patch in patches]
+        at, total = np.flatnonzero(ids == vision.image_token), sum(counts)
+        given = at[~is_drawn[at]]
+        # with weights on all tokens, those behind the images are the drawn ones
+        features = given if len(given) == total else at[:total]
+        rest = np.setdiff1d(at, features)
+        if len(features) < total or not is_drawn[rest].all():
             raise _refused(
-                f"{name} has the image token {token} {len(at)} times, but its {len(patches)} image(s) take "
-                f"{sum(counts)} tokens; repeat the token once for each feature, as the processor of transformers does"
+                f"{name} has the image token {vision.image_token} {len(at)} times, but its {len(patches)} image(s) "
+                f"take {total} tokens; repeat the token once for each feature, as the processor of transformers does"
             )
-        for number, run in enumerate(runs):
+        for number, run in enumerate(np.split(features, np.cumsum(counts)[:-1]) if counts else []):
             if (np.diff(run) != 1).any():
                 raise _refused(f"{name}: other tokens interrupt those of image {number}; put its tokens side by side")
-        return None if processor is None else placed(ids, patches, processor)
+        if processor is None:
+            return None
+        text = ids.copy()
+        text[rest] = -1
+        return placed(text, patches, processor)
 
     def _read(self, image: Any, name: str) -> Patches:
         part = image

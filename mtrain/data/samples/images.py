@@ -75,14 +75,10 @@ def images_of(record: TokenizedSample, start: int, end: int, processor: ImagePro
 
 
 def placed(ids: NDArray[np.integer[Any]], patches: Sequence[Patches], processor: ImageProcessor) -> SampleImages:
-    """Places images among token ids, [n], which contain all tokens of each.
-
-    Image tokens beyond those of the images are text, which a model may have drawn.
-    """
+    """Places images among token ids, [n], whose image tokens are those of the images."""
     grids = np.array([patch.grid for patch in patches], np.int64)
-    number = np.cumsum(ids == processor.image_token) - 1
-    num_features = sum(map(processor.num_features, grids))
-    places = np.where((ids == processor.image_token) & (number < num_features), number, -1)
+    is_image = ids == processor.image_token
+    places = np.where(is_image, np.cumsum(is_image) - 1, -1)
     pixels = [each.pixels for each in patches]
     # no copy of a single image, which many rollouts may share
     whole = pixels[0] if len(pixels) == 1 else np.concatenate(pixels)

@@ -146,18 +146,21 @@ def test_a_step_of_a_policy_on_images_is_that_of_transformers(
         np.testing.assert_allclose(scored, exact, rtol=0, atol=2e-4)
 
 
-def test_an_image_token_that_the_model_drew_is_text(pool: Pool, folders: dict[Kind, Path]) -> None:
+@pytest.mark.parametrize("is_before", [False, True], ids=["behind", "before"])
+def test_an_image_token_that_the_model_drew_is_text(pool: Pool, folders: dict[Kind, Path], is_before: bool) -> None:
     folder = folders["dense"]
     asked, token = questions(folder)[1], image_token(folder)
-    ids = [*asked.ids, 7, token, 8]
-    weights = [0.0] * len(asked.ids) + [1.0] * 3
+    # transformers wants an image for the token, but not for another one with the same embedding
+    other = 0
+    assert other not in asked.ids
+    parts = [(asked.ids, 0.0), ([7, other, 8], 1.0)]
+    renamed = [id_ for ids, _ in (reversed(parts) if is_before else parts) for id_ in ids]
+    weights = [weight for ids, weight in (reversed(parts) if is_before else parts) for _ in ids]
+    ids = [token if id_ == other else id_ for id_ in renamed]
     config = config_of(folder, Layout())
     (scored,) = pool.run(engine_ranks.scored, Layout(), config, [Datum(ids, weights, images=asked.images)])[0]
-    # transformers wants an image for the token, but not for another one with the same embedding
-    model, other = loaded(folder), 0
-    assert other not in ids
+    model = loaded(folder)
     model.model.language_model.embed_tokens.weight.data[other] = model.model.language_model.embed_tokens.weight[token]
-    renamed = [*asked.ids, 7, other, 8]
     whole = torch.tensor([renamed])
     logits = model(input_ids=whole, **inputs_of(whole == token, asked)).logits[0].detach()
     exact = logits[:-1].log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
