@@ -67,3 +67,12 @@ def frequencies(groups: Groups, config: Config) -> tuple[list[Any], Any]:
     (chunk,) = build_model(config, groups).chunks
     tower = unwrap(chunk).vision.tower
     return [buffer.numpy() for buffer in tower.buffers()], {str(each.dtype) for each in tower.parameters()}
+
+
+def refused_rate(groups: Groups, config: Config, lr: float) -> str:
+    """Returns the message about a learning rate that a caller gives for the next update."""
+    try:
+        build_rank_model(config, groups).optimizer.check_rate(lr)
+    except ValueError as error:
+        return str(error)
+    return ""

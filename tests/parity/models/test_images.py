@@ -19,7 +19,7 @@ from tests.core.compiled import compiled_ranks
 from tests.core.engine.token_ranks import counted
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, Deviation, relative, worst
-from tests.parity.image_ranks import frequencies, train_both, train_by_place, train_with
+from tests.parity.image_ranks import frequencies, refused_rate, train_both, train_by_place, train_with
 from tests.parity.images import (
     MIXED,
     ONE,
@@ -272,6 +272,14 @@ def test_each_part_has_its_own_learning_rate(pool: Pool, each: Case, changes: di
     config = config_of(each, "dense", TRAINED, **RATES | changes)
     outcome = agreed(pool.run(train, each.resolved(config), config, initial("dense"), steps()))
     measured(outcome, reference_with_rates(), config).assert_below()
+
+
+def test_a_given_rate_is_judged_by_what_it_is_for_each_part(pool: Pool) -> None:
+    """Weight decay flips signs if the rate is above 10; the rate of the tower is four times the given one."""
+    config = config_of(case(num_layers=2), "dense", TRAINED, optimizer__tower_lr=0.04, optimizer__epsilon=1.0)
+    assert pool.run(refused_rate, Layout(), config, 2.4) == [""]
+    (message,) = pool.run(refused_rate, Layout(), config, 2.6)
+    assert "lr=10.4" in message
 
 
 @cache

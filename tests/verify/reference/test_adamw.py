@@ -47,6 +47,26 @@ def test_steps_are_those_of_torch_within_the_tolerance(dtype: torch.dtype, scale
     assert tolerance < 4e-6
 
 
+def test_parts_of_a_tower_have_rates_of_their_own() -> None:
+    """A schedule has halved the rate of the language model, and so all."""
+    options = section(clip_grad=0.0, tower_lr=7e-3, projector_lr=2e-4)
+    rates = {"decoder.weight": LR, "vision.blocks.0.weight": 7e-3, "vision.merger.weight": 2e-4}
+    rates |= {"vision.deepstack_merger_list.0.weight": 2e-4}
+    drawn_numbers = np.random.default_rng(4).normal(size=(2, len(rates), 5, 7))
+    weights, gradients = (dict(zip(rates, values, strict=True)) for values in drawn_numbers)
+    new = AdamW(options).updated(weights, gradients, 1.0, LR / 2).weights
+    tensors = {name: torch.tensor(value, requires_grad=True) for name, value in weights.items()}
+    groups = [{"params": [tensor], "lr": rates[name] / 2} for name, tensor in tensors.items()]
+    theirs = torch.optim.AdamW(
+        groups, betas=(options.beta1, options.beta2), eps=options.epsilon, weight_decay=options.weight_decay
+    )
+    for name, tensor in tensors.items():
+        tensor.grad = torch.tensor(gradients[name])
+    theirs.step()
+    for name, tensor in tensors.items():
+        np.testing.assert_allclose(new[name], tensor.detach().numpy(), rtol=1e-13)
+
+
 def test_gradients_are_clipped_by_the_norm_that_is_given() -> None:
     gradients, weights = drawn(1, 1.0), drawn(2, 0.1)
     clipped = AdamW(section(clip_grad=0.5, epsilon=0.1)).updated(weights, gradients, 2.0, LR)
