@@ -14,8 +14,9 @@ import pytest
 from pyarrow import parquet
 
 from mtrain.base.errors import DataError
+from mtrain.config.schema.output import HeadOutput
 from mtrain.core.batch.sample import TokenizedSample
-from mtrain.data.encoding.compared import source_encoder
+from mtrain.data.encoding.compared import PreferenceEncoder, source_encoder
 from mtrain.data.encoding.encoder import RecordEncoder
 from mtrain.data.encoding.images import with_column
 from mtrain.data.formats.record_files import chunks, record_files, record_without_nulls
@@ -209,8 +210,15 @@ def test_the_token_of_an_image_without_an_image_is_refused(encoder: MakeEncoder,
         encoder(special_tokens_in_text=True).encode({"messages": messages})
 
 
-def test_other_models_refuse_images(encoder: MakeEncoder, folder: Path, vision_folder: Path) -> None:
-    tokenizer = load_tokenizer(vision_folder)
+def test_heads_and_models_of_text_refuse_images(encoder: MakeEncoder, folder: Path, vision_folder: Path) -> None:
+    tokenizer, images = load_tokenizer(vision_folder), encoder()._images
+    record = FORMS["path"][1]
+    pair = {"prompt": record["messages"][:1], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "One."}]}
+    section = encoder(format="preference")._section
+    pairs = source_encoder(section, tokenizer, "pairs", HeadOutput(1), images=images)
+    assert isinstance(pairs, PreferenceEncoder)
+    with refuses(DataError, "model.vision"):
+        pairs.encode(pair, folder)
     text_alone = source_encoder(encoder()._section, tokenizer, None)
     for record in (FORMS["path"][1], FORMS["ms-swift"][1]):
         with refuses(DataError, "model.vision"):
