@@ -14,7 +14,7 @@ from mtrain.arch.adapters import (
 )
 from mtrain.arch.features import alike
 from mtrain.arch.features.feature import RankParameters
-from mtrain.arch.features.vision import num_frozen_parameters, trained_tower_sizes
+from mtrain.arch.features.vision import num_frozen_parameters, num_tower_parameters, trained_tower_sizes
 from mtrain.arch.layout import Layout
 from mtrain.arch.parameters import (
     head_elements,
@@ -211,6 +211,11 @@ class _Gathered:
         return _table_elements(self.model, self.layout) if is_alone and not self.model.output.is_tied else 0
 
     @property
+    def _tower(self) -> int:
+        """Elements of a vision tower, which is a unit of its own."""
+        return num_tower_parameters(self.model.vision, self.model.hidden_size) if self.pp_rank == 0 else 0
+
+    @property
     def for_logits(self) -> int:
         return self.size * self.root
 
@@ -232,10 +237,14 @@ class _Gathered:
 
     @property
     def after_layers(self) -> int:
-        """Bytes at the end of the backward pass, when gradients of the embedding and of the root unit are summed."""
+        """Bytes at the end of the backward pass, when gradients of the vision tower, of the embedding and of the root
+        unit are summed, one after another."""
         if not self.learns:
             return 0
-        alone = (self.size + FP32_BYTES) * self._embedding + self._root_gradient
+        unit = max(self._embedding, self._tower)
+        # the gradient, what is sent, and this rank's sum, which is added to those of earlier microbatches
+        summed = FP32_BYTES * unit // (self.layout.dp * self.layout.cp)
+        alone = (self.size + FP32_BYTES) * unit + summed + self._root_gradient
         return self.size * self.root + max(alone, (self.size + FP32_BYTES) * self.root)
 
 

@@ -18,6 +18,19 @@ from tests.pool import Pool
 BF16 = {"train__precision": "bf16"}
 TIED = {"model__tied_embeddings": True}
 STAGES = {"model__num_layers": 4, "train__global_batch_size": 8, "data": {"kind": "mock", "seq_length": 64}}
+TOWER = {
+    "num_layers": 3,
+    "hidden_size": 256,
+    "ffn_hidden_size": 1024,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "num_positions": 16,
+    "rope_sections": (4, 2, 2),
+    "image_token": 5,
+    "freeze_tower": False,
+    "freeze_projector": False,
+}
+"""Wider than a layer of the language model and its tables."""
 CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "dense": (Layout(dp=2), {}),
     "dense, dp4": (Layout(dp=4), {"train__global_batch_size": 8}),
@@ -32,6 +45,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "fewer experts than ranks": (Layout(dp=3), MIXTRAL | {"train__global_batch_size": 6}),
     "deepseek": (Layout(dp=2), DEEPSEEK | DEEPSEEK_ATTENTION | {"model__mtp_depths": 1}),
     "hybrid": (Layout(dp=2), HYBRID | BF16),
+    "tower": (Layout(dp=2), {"model__vision": TOWER}),
     "recomputed": (Layout(dp=2), {"train__recompute": "full"}),
 }
 
@@ -41,7 +55,7 @@ def given(layout: Layout, changes: dict[str, Any]) -> Any:
     return config(**{"train__precision": "fp32", **WIDE, **degrees, **changes, "layout__shard": "weights"})
 
 
-BY_DAY = ("tied", "tp", "pp, tied", "experts", "fewer experts than ranks")
+BY_DAY = ("tied", "tower", "tp", "pp, tied", "experts", "fewer experts than ranks")
 
 
 @pytest.mark.parametrize(
