@@ -300,6 +300,21 @@ def test_compiled_layers_read_images(pool: Pool, kind: Kind) -> None:
         assert one.printed == ""
 
 
+def test_a_run_in_bf16_is_near_that_of_transformers(pool: Pool) -> None:
+    """Bounds are those of tests/parity/layouts/test_precision.py: a gradient's path is through the three layers of the
+    language model and the three of the tower, of 13 roundings each, forward and back."""
+    each = case(4, num_layers=3, tp=2, sp=True)
+    changes = {"train__precision": "bf16", "train__recompute": "selective"}
+    config = config_of(each, "deepstack", TRAINED, **changes)
+    (found,) = agreed(pool.run(train, each.resolved(config), config, initial("deepstack"), steps()[:1])).steps
+    oracle = reference("deepstack", tuple(TRAINED.items()))
+    assert relative(found.loss, oracle.losses[0]) <= 2 * 2.0**-8 * (6 * 13) ** 0.5
+    assert found.gradients is not None
+    for name, expected in oracle.gradients[0].items():
+        distance = np.linalg.norm(found.gradients[name][: len(expected)] - expected)
+        assert distance <= 2 * 2.0**-8 * (2 * 6 * 13) ** 0.5 * np.linalg.norm(expected), name
+
+
 BETA = 0.3
 
 
