@@ -18,9 +18,14 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, Outcome, run_step, train
-from tests.verify.planted.image_faults import IMAGE_PLANTS, NO_ZEROS, ONLY_THE_PAST
+from tests.verify.planted.image_faults import IMAGE_PLANTS, NO_ZEROS, ONLY_THE_PAST, POSITIONS_IN_SLICES
 
-FAULTS = {**IMAGE_PLANTS, "no-zeros": NO_ZEROS, "images-see-only-the-past": ONLY_THE_PAST}
+FAULTS = {
+    **IMAGE_PLANTS,
+    "images-see-only-the-past": ONLY_THE_PAST,
+    "no-zeros": NO_ZEROS,
+    "positions-counted-in-slices": POSITIONS_IN_SLICES,
+}
 
 
 def train_with(

@@ -7,12 +7,21 @@ some.
 import sys
 from collections.abc import Iterator, Sequence
 
+from mtrain.config import Config
 from tests.parity import cases
 from tests.parity.batches import documents_steps, three_steps
+from tests.parity.cases import Case
 from tests.parity.compare import Deviation, Row, deviations, rows_by_layout
 from tests.parity.expert_models import steps_of
 from tests.parity.layouts import test_sharded_weights
-from tests.parity.models import test_balance, test_experts, test_families, test_latent_attention, test_multi_token
+from tests.parity.models import (
+    test_balance,
+    test_experts,
+    test_families,
+    test_images,
+    test_latent_attention,
+    test_multi_token,
+)
 from tests.pool import Pool
 
 
@@ -69,6 +78,8 @@ KINDS = {
     "sharded_weights": sharded_weights,
 }
 
+IMAGES = "images"
+
 
 def measured(pool: Pool, rows: Sequence[Row]) -> Iterator[tuple[Row, Deviation]]:
     """Measures the distance of each row to the oracle, layout by layout: the rows of one share its ranks."""
@@ -76,9 +87,26 @@ def measured(pool: Pool, rows: Sequence[Row]) -> Iterator[tuple[Row, Deviation]]
         yield from zip(of_layout, deviations(pool, of_layout), strict=True)
 
 
-def _name(row: Row) -> str:
-    layout = f"{row.case.resolved(row.config)}-mbs{row.case.micro_batch_size}"
-    return f"{row.name}: {layout}" if row.name else layout
+def of_rows(pool: Pool, rows: Sequence[Row]) -> list[tuple[str, Deviation]]:
+    """Measures rows against the reference; returns name and deviation of each."""
+    found = {id(row): each for row, each in measured(pool, rows)}
+    return [(_name(row.name, row.case, row.config), found[id(row)]) for row in rows]
+
+
+def of_images(pool: Pool) -> list[tuple[str, Deviation]]:
+    """Measures models of images against transformers' own."""
+    return [
+        (
+            _name(name, case, test_images.config_of(case, kind, vision, **changes)),
+            test_images.compared(pool, case, kind, vision, **changes)[1],
+        )
+        for name, case, kind, vision, changes in test_images.TABLE
+    ]
+
+
+def _name(name: str, case: Case, config: Config) -> str:
+    layout = f"{case.resolved(config)}-mbs{case.micro_batch_size}"
+    return f"{name}: {layout}" if name else layout
 
 
 def _line(name: str, found: Deviation) -> str:
@@ -88,14 +116,13 @@ def _line(name: str, found: Deviation) -> str:
 def main(kinds: list[str]) -> None:
     """Prints one table per kind, with one row per layout, and the worst of them."""
     pool = Pool()
-    for kind in kinds or KINDS:
+    for kind in kinds or [*KINDS, IMAGES]:
         print(f"\n## {kind.replace('_', ' ').capitalize()}\n")
         print("| layout | loss | grad-norm | gradients | weights at the end |\n|---|---|---|---|---|")
-        rows = list(KINDS[kind]())
-        found = {id(row): each for row, each in measured(pool, rows)}
-        for row in rows:
-            print(_line(_name(row), found[id(row)]))
-        print(_line(f"**worst of {len(rows)}**", Deviation(*map(max, *found.values()))), flush=True)
+        found = of_images(pool) if kind == IMAGES else of_rows(pool, list(KINDS[kind]()))
+        for name, each in found:
+            print(_line(name, each))
+        print(_line(f"**worst of {len(found)}**", Deviation(*map(max, *(each for _, each in found)))), flush=True)
 
 
 if __name__ == "__main__":

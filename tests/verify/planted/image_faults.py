@@ -18,6 +18,7 @@ from mtrain.core.ranks.groups import Groups
 from tests.verify.planted.plants import Plant, in_step, replacing
 
 _features, _forward, _gather = VisionTower._features, VisionTower.forward, gather_from_sequence_parallel_region
+_angles = ThreeAxesRotary.forward
 
 
 def _of_the_next_place(self: Any, images: Any) -> Tensor:
@@ -26,6 +27,11 @@ def _of_the_next_place(self: Any, images: Any) -> Tensor:
 
 def _by_time(self: Any, positions: Tensor) -> Any:
     return Rotary.forward(self, positions if positions.dim() == 2 else positions[..., 0])
+
+
+def _by_slice(self: Any, positions: Tensor) -> Any:
+    """Counts positions anew in each context-parallel rank's part of a row."""
+    return _angles(self, positions - positions[:, :1])
 
 
 def _mean_over_sharing(padded: Tensor, group: Any) -> Tensor:
@@ -95,6 +101,7 @@ IMAGE_PLANTS: dict[str, Plant] = {
     "images-cut-at-cp-border": replacing(VisionTower, "forward", _cut_at_borders),
     "deeper-features-dropped": replacing(VisionTower, "forward", _without_deeper),
 }
+POSITIONS_IN_SLICES = replacing(ThreeAxesRotary, "forward", _by_slice)
 NO_ZEROS = replacing(VisionTower, "_connected", lambda self, values: values)
 """Ranks without images give the tower no gradient, and others wait for it."""
 ONLY_THE_PAST = replacing(language_model, "with_image_ends", lambda starts, ends: starts)
