@@ -1,4 +1,4 @@
-"""Checks that the pages on packing and on hybrids agree with the data of their pictures."""
+"""Checks that the pages on packing, hybrids and images agree with the data of their pictures."""
 
 import json
 
@@ -29,3 +29,15 @@ def test_packed_curves_are_those_without_packing(picture: str, page: str) -> Non
             assert f"{value:.1e}" == f"{written[name]:.1e}"
             assert f"{value:.1e}" in text
     assert measured["command"] in text
+
+
+def test_mistakes_with_images_move_gradients() -> None:
+    found = json.loads((DOCS / "pictures/naive_images.json").read_text())
+    ours, *others = found.values()
+    assert max(ours.values()) < 1e-5
+    assert len(others) == 6
+    assert all(faulty["gradient"] > 0.2 for faulty in others)
+    assert all(faulty["loss"] < 3e-3 for faulty in others)
+    text = (DOCS / "training/images.md").read_text()
+    for label, deviation in found.items():
+        assert f"| {label} | {deviation['loss']:.1e} | {deviation['gradient']:.1e} |" in text
