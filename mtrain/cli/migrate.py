@@ -48,15 +48,12 @@ def ms_swift(arguments: _Arguments, output: _Output = None) -> None:
     _write_words(from_ms_swift, arguments, output)
 
 
-@from_app.command("axolotl")
-def axolotl(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file.", show_default=False)],
-    output: _Output = None,
-) -> None:
-    """Translates a configuration file of axolotl."""
+@from_app.command("axolotl", context_settings=_OfOthers)
+def axolotl(arguments: _FilesAndArguments, output: _Output = None) -> None:
+    """Translates a configuration file of axolotl, and arguments that override it."""
     from mtrain.config.foreign.axolotl import from_axolotl
 
-    _write(lambda: from_axolotl(file), output)
+    _write_words(from_axolotl, arguments, output)
 
 
 @from_app.command("verl", context_settings=_OfOthers)

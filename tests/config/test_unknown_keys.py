@@ -311,6 +311,12 @@ ALSO = {
             "model.backend": "attn_implementation",
             "checkpoint.interval_steps": "save_interval",
             "valid.interval_steps": "eval_interval",
+            "valid.patience": "early_stopping_patience",
+            "model.vision.freeze_tower": "freeze_vit freeze_vision_tower",
+            "model.vision.freeze_projector": "freeze_aligner",
+            "model.vision.freeze_language_model": "freeze_llm",
+            "optimizer.tower_lr": "vit_lr",
+            "optimizer.projector_lr": "aligner_lr",
         }.items()
         for name in names.split()
     },

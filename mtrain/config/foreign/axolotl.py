@@ -3,11 +3,11 @@
 Source: axolotl 0.19.0, axolotl/utils/schemas and axolotl/core/builders.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mtrain.config.foreign.reading import read_of
+from mtrain.config.foreign.images import Part, Parts, all_trained, put_images
+from mtrain.config.foreign.reading import Form, read_settings, without_unknown
 from mtrain.config.foreign.sharding import CHECKS, put_sharding
 from mtrain.config.foreign.trainers import (
     COMMON,
@@ -15,13 +15,15 @@ from mtrain.config.foreign.trainers import (
     finish,
     is_on,
     last_rate,
+    put_best,
     put_interval,
     put_length,
     put_likelihood,
+    put_project,
     put_whole_batch,
     targets,
 )
-from mtrain.config.foreign.translation import Put, Settings, Translation, above_0, rows_of, translated
+from mtrain.config.foreign.translation import Settings, Translation, above_0, rows_of, translated
 from mtrain.config.foreign.values import boolean, listed, number
 from mtrain.config.schema.adapter import ALL_LINEAR
 from mtrain.config.tables import table
@@ -154,12 +156,14 @@ def _wandb(config: Translation, value: Any, name: str) -> None:
     config.put("metrics.trackers", ["wandb"], name)
 
 
-def _tracker(tracker: str) -> Put:
-    def put(config: Translation, value: Any, name: str) -> None:
-        if boolean(value):
-            config.put("metrics.trackers", [*(config.get("metrics.trackers") or []), tracker], name)
+_SAME_PLUGINS = ("liger", "cut_cross_entropy", "kernels", "lm_eval")
+"""Packages of plugins that compute the same, or only after the run."""
 
-    return put
+
+def _plugins(config: Translation, value: Any, name: str) -> None:
+    others = [str(each) for each in listed(value) if not any(f".{same}." in str(each) for same in _SAME_PLUGINS)]
+    if others:
+        config.lost.append(f"{name}={', '.join(others)}: the code of a plugin is not read; see docs/extending")
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -167,37 +171,62 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **CHECKS,
     "datasets": _datasets,
     "template": _template,
+    "plugins": _plugins,
     "special_tokens": _special_tokens,
     "tokens": _tokens,
     "adapter": _adapter,
     "dora": _dora,
     "wandb": _wandb,
-    "tracker": _tracker,
     "all_linear": lambda config, value, name: targets(config, ALL_LINEAR, name) if boolean(value) else None,
     "precision": lambda value: value in ("auto", "full") or boolean(value),
     "above_0_or_4": lambda value: above_0(value or 4),
     "number_or_1": lambda value: number(value) or 1.0,
 }
+_TRACKERS = (
+    ("swanlab", "swanlab_project", "swanlab_experiment_name"),
+    ("mlflow", "mlflow_experiment_name", "mlflow_run_name"),
+    ("trackio", "trackio_project_name", "trackio_run_name"),
+    ("comet_ml", "comet_project_name", None),
+)
+"""Trackers, each with the settings that name the project and the run."""
 AXOLOTL = rows_of(table("axolotl"), _FUNCTIONS)
 
 
-def from_axolotl(path: Path) -> Translation:
-    """Translates a configuration file of axolotl.
+def from_axolotl(words: Sequence[str]) -> Translation:
+    """Translates a configuration file of axolotl, and arguments `--name value`; skips `axolotl train`.
 
     Raises:
-        ConfigError: The file cannot be read.
+        ConfigError: The file cannot be read, or nothing is given.
     """
     config = Translation("axolotl")
-    run = translated(config, read_of(path, config.program), AXOLOTL)
+    given = read_settings(config, words, Form(AXOLOTL, ("train",)))
+    run = translated(config, without_unknown(config, given.settings), AXOLOTL)
     put_length(config, run, "max_steps", "num_epochs")
     put_interval(config, run, "save_steps", "checkpoint.interval_steps")
     put_interval(config, run, "eval_steps", "valid.interval_steps")
+    if run["profiler_steps"] is not None and (count := int(number(run["profiler_steps"]))) > 0:
+        first = 1 if run["profiler_steps_start"] is None else 1 + int(number(run["profiler_steps_start"]))
+        config.put("metrics.profile_steps", [first, first + count - 1], "profiler_steps_start, profiler_steps")
+    put_best(config, run, "early_stopping_patience")
+    for tracker, project, name in _TRACKERS:
+        put_project(config, run, tracker, project, name)
     for put in (_warmup, _rates, _batch, _precision, _simpo):
         put(config, run)
     put_sharding(config, run, needs_switch=False)
     drop_adapter_of_full_runs(config, is_adapted=run["adapter"] is not None)
+    _images(config, run)
     finish(config, run)
     return config
+
+
+def _images(config: Translation, run: Settings) -> None:
+    """Sets what is trained of a model that reads images: all of it, unless freeze_mm_modules is on."""
+    signals = ("processor_type", "image_size", "image_resize_algorithm", "freeze_mm_modules")
+    parts = all_trained(run, ("processor_type",))
+    if is_on(run, "freeze_mm_modules"):
+        frozen = Part(True, run.described("freeze_mm_modules"))
+        parts = Parts(frozen, frozen, parts.freeze_language_model)
+    put_images(config, run, parts, signals)
 
 
 def _warmup(config: Translation, run: Settings) -> None:

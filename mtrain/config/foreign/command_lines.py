@@ -55,6 +55,11 @@ def sets_environment(word: str) -> bool:
     return _VARIABLE.match(word) is not None
 
 
+def environment(command: Iterable[str]) -> dict[str, str]:
+    """Returns the environment variables that a launcher's words set."""
+    return {name: value for name, _, value in (word.partition("=") for word in command if sets_environment(word))}
+
+
 def is_variable(text: str) -> bool:
     """Says whether a word contains a shell variable or command substitution, whose value is unknown."""
     return _EXPANSION.search(text) is not None

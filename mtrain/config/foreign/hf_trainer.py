@@ -20,7 +20,7 @@ from mtrain.config.foreign.trainers import (
     put_whole_batch,
 )
 from mtrain.config.foreign.translation import Settings, Translation
-from mtrain.config.foreign.values import is_same, number, scalar
+from mtrain.config.foreign.values import is_same, mapping, number
 from mtrain.config.tables import table
 
 _ACCUMULATED = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -30,21 +30,13 @@ _OF_ACCELERATOR = {"split_batches": False, "even_batches": True, "non_blocking":
 """Key of accelerator_config -> default; all others are null."""
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    """Returns a mapping, which may be JSON text."""
-    found = scalar(value) if isinstance(value, str) else value
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{value!r} is not a mapping")
-    return found
-
-
 def _accelerator(config: Translation, value: Any, name: str) -> None:
-    changed = {key: each for key, each in _mapping(value).items() if each != _OF_ACCELERATOR.get(key)}
+    changed = {key: each for key, each in mapping(value).items() if each != _OF_ACCELERATOR.get(key)}
     if changed:
         config.lost.append(f"{name}={changed}: train.global_batch_size is the whole batch, however ranks share it")
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {**COMMON, **CHECKS, "mapping": _mapping, "accelerator": _accelerator}
+FUNCTIONS: dict[str, Callable[..., Any]] = {**COMMON, **CHECKS, "mapping": mapping, "accelerator": _accelerator}
 TRAINER: Mapping[str, Any] = table("transformers")
 """Table of the Trainer's arguments."""
 
@@ -69,7 +61,7 @@ def put_trainer(config: Translation, run: Settings) -> None:
 
 def _schedule(config: Translation, run: Settings) -> None:
     """Sets the schedule; transformers' constant rate has no warm-up."""
-    name, options = str(run["lr_scheduler_type"]), dict(_mapping(run["lr_scheduler_kwargs"] or {}))
+    name, options = str(run["lr_scheduler_type"]), dict(mapping(run["lr_scheduler_kwargs"] or {}))
     origin = run.described("lr_scheduler_type")
     if name == "constant":
         config.drop("optimizer.warmup_steps")
@@ -242,7 +234,7 @@ def _of_deepspeed(value: Any) -> Mapping[str, Any]:
     """Returns DeepSpeed's configuration from a mapping, JSON text or a file; empty if the file is missing."""
     if isinstance(value, str) and not value.lstrip().startswith("{"):
         return json_or_yaml(Path(value))
-    return {} if value is None else _mapping(value)
+    return {} if value is None else mapping(value)
 
 
 def _device(section: Any) -> str:

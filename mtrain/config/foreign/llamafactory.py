@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtrain.config.foreign.hf_trainer import FUNCTIONS, TRAINER, put_parallelism, put_trainer
+from mtrain.config.foreign.images import Part, Parts, put_images, put_limits
 from mtrain.config.foreign.reading import Form, comma_list, json_or_yaml, read_settings, without_unknown
-from mtrain.config.foreign.trainers import drop_adapter_of_full_runs, finish, is_on, saved, targets
+from mtrain.config.foreign.trainers import (
+    drop_adapter_of_full_runs,
+    finish,
+    is_on,
+    put_best,
+    put_project,
+    saved,
+    targets,
+)
 from mtrain.config.foreign.translation import Put, Settings, Translation, rows_of, translated
 from mtrain.config.foreign.values import boolean, number
 from mtrain.config.schema.adapter import ALL_LINEAR
@@ -25,9 +34,10 @@ _USUAL_COLUMNS = {
         "response": "output",
         "history": "history",
         "system": "system",
+        "images": "images",
     },
-    "sharegpt": {"messages": "conversations", "tools": "tools", "system": "system"},
-    "openai": {"messages": "messages", "tools": "tools"},
+    "sharegpt": {"messages": "conversations", "tools": "tools", "system": "system", "images": "images"},
+    "openai": {"messages": "messages", "tools": "tools", "images": "images"},
     "preference": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
     "unpaired_preference": {"prompt": "prompt", "response": "completion", "kto_tag": "label"},
     "text": {"prompt": "text"},
@@ -130,10 +140,45 @@ def from_llamafactory(words: Sequence[str]) -> Translation:
     config = Translation("LLaMA-Factory")
     given = read_settings(config, words, Form(LLAMAFACTORY, ("train",)))
     run = translated(config, without_unknown(config, given.settings), LLAMAFACTORY)
-    for put in (_data, _packing, _preference, put_trainer, _precision, _adapter, put_parallelism):
+    for put in (_data, _packing, _preference, put_trainer, _precision, _adapter, put_parallelism, _images, _tracked):
         put(config, run)
     finish(config, run)
     return config
+
+
+def _tracked(config: Translation, run: Settings) -> None:
+    """Sets early stopping, and the project of the tracker that has its own arguments."""
+    put_best(config, run, "early_stopping_steps")
+    put_project(config, run, "swanlab", "swanlab_project", "swanlab_run_name")
+
+
+_FREEZES = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
+_SIZES = ("image_min_pixels", "image_max_pixels")
+
+
+def _images(config: Translation, run: Settings) -> None:
+    """Sets what is trained of a model that reads images, and the sizes of images."""
+    parts = Parts(*(Part(is_on(run, name), run.described(name)) for name in _FREEZES))
+    info = _described(run)[1]
+    names = [name for key in ("dataset", "eval_dataset") if run[key] is not None for name in comma_list(run[key])]
+    has_images = any("images" in ((info.get(name) or {}).get("columns") or {}) for name in names)
+    if not put_images(config, run, parts, (*_FREEZES, *_SIZES, *(["dataset"] if has_images else []))):
+        return
+    put_limits(config, *((run[name], run.described(name)) for name in _SIZES))
+    is_split = config.get("adapter.kind") is None and parts.freeze_tower.is_frozen != parts.freeze_projector.is_frozen
+    if is_split:
+        config.notes.append(
+            "deepstack_merger_list of Qwen3-VL is part of the tower in LLaMA-Factory, and of the projector here"
+        )
+
+
+def _described(run: Settings) -> tuple[str, Mapping[str, Any]]:
+    """Returns the folder of the datasets, and their descriptions by name."""
+    folder = run["dataset_dir"]
+    if isinstance(folder, Mapping):
+        return "data", folder
+    folder = "data" if folder is None else str(folder)
+    return folder, json_or_yaml(Path(folder, "dataset_info.json"))
 
 
 class _Dataset(NamedTuple):
@@ -146,10 +191,7 @@ class _Dataset(NamedTuple):
 
 def _data(config: Translation, run: Settings) -> None:
     """Sets files, format and columns from dataset_info.json."""
-    folder = run["dataset_dir"]
-    info: Mapping[str, Any] = folder if isinstance(folder, Mapping) else {}
-    folder = "data" if folder is None or info else str(folder)
-    info = info or json_or_yaml(Path(folder, "dataset_info.json"))
+    folder, info = _described(run)
     for name, key in (("dataset", "data.train"), ("eval_dataset", "data.valid")):
         if run[name] is None:
             continue

@@ -23,7 +23,7 @@ from mtrain.config.foreign.trainers import (
     targets,
 )
 from mtrain.config.foreign.translation import Put, Row, Settings, Translation, above_0, rows_of, to, translated
-from mtrain.config.foreign.values import listed, number, shares
+from mtrain.config.foreign.values import number, shares
 from mtrain.config.megatron_fields import EXPERTS, OURS, PROVEN, REFUSED, TYPED_KNOBS, is_default
 from mtrain.config.tables import table
 
@@ -62,15 +62,6 @@ def _targets(config: Translation, value: Any, name: str) -> None:
     targets(config, [_TARGETS.get(module, module) for module in comma_list(value)], name)
 
 
-def _modules(config: Translation, value: Any, name: str) -> None:
-    known = [module for module in listed(value) if module in ("core_attn", "mlp", "moe", "shared_experts")]
-    config.put("train.recompute_modules", known or None, name)
-    if unknown := [str(module) for module in listed(value) if module not in known]:
-        config.lost.append(
-            f"{name}={', '.join(unknown)}: train.recompute_modules has core_attn, mlp, moe, shared_experts"
-        )
-
-
 def _balance(config: Translation, value: Any, name: str) -> None:
     if number(value):
         config.lost.append(f"{name}={value}: loss.router.sequence_balance_coefficient is the same under every layout")
@@ -83,7 +74,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "save_interval": _save_interval,
     "tracker": _tracker,
     "targets_of_megatron": _targets,
-    "modules": _modules,
     "balance": _balance,
     "any": lambda value: value,
 }

@@ -4,13 +4,14 @@ Source: ms-swift 4.6.0, swift/megatron/arguments, swift/arguments and swift/trai
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.foreign.command_lines import after_launcher, is_variable, options
+from mtrain.config.foreign.command_lines import after_launcher, environment, is_variable, options
+from mtrain.config.foreign.images import PIXELS_PER_TOKEN, Part, Parts, is_qwen3, put_images
 from mtrain.config.foreign.reading import read_of
 from mtrain.config.foreign.sharding import CHECKS, put_shard, put_sharding
 from mtrain.config.foreign.trainers import (
@@ -21,15 +22,17 @@ from mtrain.config.foreign.trainers import (
     finish,
     is_on,
     permit_layout_dependent,
+    put_best,
     put_interval,
     put_length,
     put_likelihood,
+    put_project,
     put_warmup,
     put_whole_batch,
     reward_model,
 )
 from mtrain.config.foreign.translation import Row, Settings, Translation, choice, lost, rows_of, translated
-from mtrain.config.foreign.values import listed, number, scalar
+from mtrain.config.foreign.values import listed, mapping, number, scalar
 from mtrain.config.tables import table
 
 
@@ -49,7 +52,7 @@ def _preference(config: Translation, value: Any, name: str) -> None:
 
 def _columns(config: Translation, value: Any, name: str) -> None:
     columns = scalar(value) if isinstance(value, str) else value
-    ours = {"query": "prompt", "response": "response", "messages": "messages", "tools": "tools"}
+    ours = {"query": "prompt", "response": "response", "messages": "messages", "tools": "tools", "images": "images"}
     if unknown := [str(column) for column in columns.values() if column not in ours]:
         config.lost.append(f"{name}={columns}: {', '.join(unknown)} is not a key of a record here; see data.columns")
     config.put("data.columns", {key: ours[column] for key, column in columns.items() if column in ours} or None, name)
@@ -87,6 +90,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tokens": _tokens,
     "start": _start,
     "dtype": _dtype,
+    "mapping": mapping,
     "text": str,
     "numbers": lambda value: [number(item) for item in listed(value)],
     "first": lambda value: value[0] if isinstance(value, list) else value,
@@ -121,6 +125,8 @@ def from_ms_swift(arguments: Sequence[str]) -> Translation:
         else:
             value = texts[0] if len(texts) == 1 else texts
             arguments_by_name[name[3:] if is_off else name] = value if texts else not is_off
+    arguments_by_name |= _environment(config, command, arguments_by_name, rows)
+    arguments_by_name.pop("ENV", None)
     if not arguments_by_name and not config.wrong:
         raise ConfigError("no arguments that begin with -- are given; give the arguments of `megatron sft`")
     run = translated(config, arguments_by_name, rows)
@@ -131,6 +137,7 @@ def from_ms_swift(arguments: Sequence[str]) -> Translation:
     is_adapted = is_adapted and run["train_type"] != "full"
     drop_adapter_of_full_runs(config, is_adapted=is_adapted)
     _rate(config, run, "lr" if "lr" in rows else "learning_rate", is_adapted=is_adapted)
+    _images(config, run)
     if "rlhf" in command and run["rlhf_type"] is None:
         config.put("loss.function", "dpo", "ms-swift's default of rlhf_type")
     _paths(config, run, "megatron_output" if "train_iters" in rows else "output")
@@ -150,6 +157,63 @@ def _rows(command: Sequence[str], names: set[str]) -> dict[str, Row]:
         rows["loss_scale"] = Row(rows["loss_scale"].put, "all")
         rows["use_chat_template"] = lost("conversations are rendered by a template", False)
     return rows
+
+
+def _environment(
+    config: Translation, command: Sequence[str], arguments: Mapping[str, Any], rows: Mapping[str, Row]
+) -> dict[str, Any]:
+    """Returns the variables of the environment that have rows; model_kwargs sets variables as well."""
+    of_file = arguments.get("ENV")  # of a file of arguments; the shell's take precedence
+    variables: dict[str, Any] = {**(of_file if isinstance(of_file, Mapping) else {}), **environment(command)}
+    try:
+        given = mapping(arguments.get("model_kwargs") or {})
+    except ValueError:  # is reported by its row
+        given = {}
+    config.lost += [
+        f"model_kwargs: {name}={value}: no key here corresponds"
+        for name, value in given.items()
+        if name.upper() not in rows
+    ]
+    variables |= {name.upper(): value for name, value in given.items()}
+    return {name: value for name, value in variables.items() if name in rows}
+
+
+_FREEZES = ("freeze_vit", "freeze_aligner", "freeze_llm")
+_RATES = {
+    "vit_lr": ("optimizer.tower_lr", "model.vision.freeze_tower"),
+    "aligner_lr": ("optimizer.projector_lr", "model.vision.freeze_projector"),
+}
+"""Learning rate of a part -> our key, and the key that freezes the part."""
+_SIZES = ("max_pixels", "MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "IMAGE_MIN_TOKEN_NUM")
+
+
+def _images(config: Translation, run: Settings) -> None:
+    """Sets what is trained of a model that reads images, and the sizes of images."""
+    parts = Parts(*(Part(is_on(run, name), run.described(name)) for name in _FREEZES))
+    if not put_images(config, run, parts, (*_FREEZES, *_SIZES, *_RATES)):
+        return
+    for name, (key, freezes) in _RATES.items():
+        if run[name] is None or config.get(freezes):
+            continue  # no effect there either
+        config.put(key, run[name], name)
+        if config.get("optimizer.min_lr"):
+            config.notes.append(f"{name}: optimizer.min_lr is that of the language model, and scales with {key} here")
+    knows_tokens = is_qwen3(run["model"])
+    for key, kind, default in (("min_pixels", "MIN", 4), ("max_pixels", "MAX", 16384)):
+        tokens, pixels = f"IMAGE_{kind}_TOKEN_NUM", f"{kind}_PIXELS"
+        if knows_tokens:  # qwen_vl_utils counts in tokens, and resizes instead of the processor
+            count = run[tokens]
+            if count is None:
+                count = default if run[pixels] is None else number(run[pixels]) // PIXELS_PER_TOKEN
+            config.put(f"data.images.{key}", int(number(count)) * PIXELS_PER_TOKEN, run.origin(tokens, pixels))
+        elif run[pixels] is not None:
+            config.put(f"data.images.{key}", run[pixels], pixels)
+        if not knows_tokens and run[tokens] is not None:
+            config.lost.append(f"{tokens}={run[tokens]}: data.images.{key} is an area in pixels")
+    earlier = config.get("data.images.max_pixels")
+    if run["max_pixels"] is not None and (earlier is None or number(run["max_pixels"]) < earlier):
+        config.drop("data.images.max_pixels")
+        config.put("data.images.max_pixels", run["max_pixels"], "max_pixels")
 
 
 def _precision(config: Translation, run: Settings) -> None:
@@ -264,7 +328,15 @@ def _paths(config: Translation, run: Settings, parent: str) -> None:
         config.drop("data.split")  # ms-swift then ignores the share
     if config.get("valid.interval_steps") is None:
         config.put("valid.interval_steps", interval, "ms-swift's default of eval_steps")
+    name = "eval_strategy" if run["eval_strategy"] is not None else "evaluation_strategy"
+    if str(run[name]) in ("no", "False"):
+        config.drop("valid")
+    elif run[name] is not None and str(run[name]) != "steps":
+        config.lost.append(f"{name}={run[name]}: valid.interval_steps is a number of steps")
+        config.drop("valid", is_named=False)
+    put_best(config, run, "early_stop_interval")
+    put_project(config, run, "swanlab", "swanlab_project", "swanlab_exp_name")
     if run["eval_iters"] is not None and number(run["eval_iters"]) == 0:
         config.drop("valid")
-    if "wandb" not in listed(run["report_to"] or []):
+    if not {"wandb", "swanlab"} & set(listed(run["report_to"] or [])):
         config.drop("metrics.project")

@@ -1,6 +1,7 @@
 """Translation of settings that finetuning programs share: files, schedules, adapters, preference losses."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, get_args
@@ -10,6 +11,7 @@ from mtrain.config.derived import LAYOUT_DEPENDENT_KEYS
 from mtrain.config.foreign.translation import Put, Settings, Translation, above_0, choice, unless_0
 from mtrain.config.foreign.values import boolean, fitting, is_same, listed, number
 from mtrain.config.load import read_mapping
+from mtrain.config.schema import bounds
 from mtrain.config.schema.adapter import ALL_LINEAR, GROUPS, PARTS, SAVED_SYNONYMS, SYNONYMS
 from mtrain.config.schema.run import TrackerName
 from mtrain.config.tables import table
@@ -159,16 +161,57 @@ def last_rate(config: Translation, ratio: Any, origin: str) -> None:
 
 def targets(config: Translation, value: Any, name: str) -> None:
     """Sets the modules that get adapters, and reports unknown ones."""
+    if isinstance(value, str) and set(value) & _OF_PATTERNS:
+        value = _matching(config, value, name)
     modules = [
         ALL_LINEAR if str(name_or_path).replace("_", "-") == ALL_LINEAR else name_or_path
         for name_or_path in listed(value)
     ]
+    modules = [_last_part(module) for module in modules]
     if unknown := [str(module) for module in modules if module not in TARGETS]:
         config.lost.append(
             f"{name}={', '.join(unknown)}: no module here has this name; docs/training/lora.md lists the names"
         )
     known = [*(config.get("adapter.targets") or []), *(module for module in modules if module in TARGETS)]
     config.put("adapter.targets", list(dict.fromkeys(known)) or None, name)
+
+
+def _last_part(module: Any) -> Any:
+    """Returns the name of a module after that of its parent, such as o_proj of self_attn.o_proj."""
+    last = str(module).rpartition(".")[2]
+    return last if last in TARGETS else module
+
+
+def _matching(config: Translation, pattern: str, name: str) -> list[str]:
+    """Returns the targets whose modules a regular expression matches, as PEFT does; reports what it cannot mean."""
+    try:
+        expression = re.compile(pattern)
+    except re.error as fault:
+        raise ValueError(f"{pattern} is not a regular expression") from fault
+    found = {}
+    for module in _MODULES:
+        paths = [[prefix + f"{layer}.{module}" for prefix in _LAYERS] for layer in range(_MATCHED_LAYERS)]
+        found[module.split(".")[-1]] = [any(map(expression.fullmatch, names)) for names in paths]
+    if some := [module for module, hits in found.items() if any(hits) and not all(hits)]:
+        config.lost.append(f"{name}: {', '.join(some)}: only in some layers; adapter.targets are modules of all layers")
+    matched = [module for module, hits in found.items() if any(hits)]
+    if not matched:
+        config.lost.append(
+            f"{name}={pattern}: matches no module of a layer here; docs/training/lora.md lists the names"
+        )
+    return matched
+
+
+_OF_PATTERNS = frozenset("[]()|*+?^$\\.")
+"""Characters of regular expressions that names of modules lack."""
+_MODULES = (
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+    *(f"linear_attn.{part}" for part in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")),
+)
+_LAYERS = ("model.layers.", "model.language_model.layers.", "language_model.model.layers.")
+_MATCHED_LAYERS = 24
+"""Layers whose names are matched; a pattern that names more layers is one of some layers."""
 
 
 def saved(config: Translation, value: Any, name: str) -> None:
@@ -180,6 +223,88 @@ def saved(config: Translation, value: Any, name: str) -> None:
             "adapters"
         )
     config.put("adapter.modules_to_save", [module for module in modules if module in SAVED_SYNONYMS] or None, name)
+
+
+def tracker_of(name: str) -> Put:
+    """Returns a function that adds a tracker, if its switch is on."""
+
+    def put(config: Translation, value: Any, origin: str) -> None:
+        if boolean(value):
+            config.put("metrics.trackers", [*(config.get("metrics.trackers") or []), name], origin)
+
+    return put
+
+
+def resumed(config: Translation, value: Any, name: str) -> None:
+    """Reports a checkpoint to continue from; a switch changes nothing, since a run continues from its own folder."""
+    if str(value).lower() not in ("true", "false", "auto", "latest", "1", "0"):
+        config.lost.append(
+            f"{name}={value}: a run continues from the newest checkpoint of its own folder; "
+            "checkpoint.initialize_from takes the weights of another one"
+        )
+
+
+def recomputed_modules(config: Translation, value: Any, name: str) -> None:
+    """Sets the modules that selective recomputation recomputes, and reports others."""
+    known = [module for module in listed(value) if module in ("core_attn", "mlp", "moe", "shared_experts")]
+    config.put("train.recompute_modules", known or None, name)
+    if unknown := [str(module) for module in listed(value) if module not in known]:
+        config.lost.append(
+            f"{name}={', '.join(unknown)}: train.recompute_modules has core_attn, mlp, moe, shared_experts"
+        )
+
+
+def compiled(config: Translation, value: Any, name: str) -> None:
+    """Sets what torch.compile compiles, from a switch or auto."""
+    kind = "auto" if value == "auto" else "regions" if boolean(value) else None
+    config.put("train.compile", kind, name)
+
+
+def seconds(value: Any) -> int:
+    """Returns a time in seconds, at most the longest that a key takes."""
+    return min(int(number(value)), bounds.MAX_SECONDS)
+
+
+def put_project(config: Translation, run: Settings, tracker: str, project: str, name: str | None) -> None:
+    """Sets the project and the name of the run from settings of a tracker, if the run has it."""
+    if tracker not in (config.get("metrics.trackers") or []):
+        return
+    if config.is_default(config.origins.get("metrics.project", "")):
+        config.drop("metrics.project")
+    config.put("metrics.project", run[project], run.origin(project))
+    if name is not None:
+        config.put("run.name", run[name], run.origin(name))
+
+
+def put_best(config: Translation, run: Settings, patience: str | None) -> None:
+    """Sets early stopping and the best checkpoints from the arguments of transformers' Trainer.
+
+    Args:
+        patience: Setting with the number of validations without an improvement that end the run.
+    """
+    is_validated = config.get("data.valid") or (config.get("data.split") or (1, 0))[1]
+    if is_on(run, "load_best_model_at_end") and not is_validated:
+        config.lost.append("load_best_model_at_end: checkpoint.keep_best compares validations; name data.valid")
+    elif is_on(run, "load_best_model_at_end"):
+        config.put("checkpoint.keep_best", 1, "load_best_model_at_end")
+        config.notes.append("load_best_model_at_end: the best checkpoint is kept, and the last one is the result here")
+    metric = str(run["metric_for_best_model"] or "loss")
+    if metric.removeprefix("eval_") != "loss":
+        config.lost.append(
+            f"metric_for_best_model={metric}: valid.metric is the loss of a set of data.valid, or task/metric of "
+            "eval.tasks"
+        )
+    elif is_on(run, "greater_is_better"):
+        config.lost.append("greater_is_better=true: a lower loss is better")
+    if patience is None or run[patience] is None or number(run[patience]) <= 0:
+        return
+    if config.get("valid.interval_steps") and is_validated:
+        config.put("valid.patience", run[patience], patience)
+    else:
+        config.lost.append(
+            f"{patience}={run[patience]}: valid.patience counts validations; name data.valid, and set "
+            "valid.interval_steps"
+        )
 
 
 def reward_model(config: Translation, value: Any, name: str) -> None:
@@ -308,9 +433,11 @@ def is_on(run: Settings, name: str) -> bool:
 COMMON: Mapping[str, Callable[..., Any]] = {
     "above_0": above_0,
     "boolean": boolean,
+    "compiled": compiled,
     "files_of": files_of,
     "folder_of": folder_of,
     "held_out": held_out,
+    "modules": recomputed_modules,
     "number": number,
     "optimizer_of": optimizer_of,
     "packing_of": packing_of,
@@ -319,9 +446,12 @@ COMMON: Mapping[str, Callable[..., Any]] = {
     "recomputed": recomputed,
     "reward_model": reward_model,
     "saved": saved,
+    "resumed": resumed,
     "schedule_of": schedule_of,
+    "seconds": seconds,
     "targets": targets,
     "text": str,
+    "tracker": tracker_of,
     "trackers": trackers,
     "unless_0": unless_0,
 }

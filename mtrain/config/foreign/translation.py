@@ -13,6 +13,10 @@ from mtrain.config.foreign.faults import find_faults, keys_in, value_at
 from mtrain.config.foreign.values import boolean, default_of, fitting, is_same
 from mtrain.config.load import Resolve
 
+_VISION = "model.vision"
+_SAME_WITHOUT = ("layout.shard", "train.overlap_param_gather", "train.compile", "train.recompute")
+"""Keys without which a run computes the same; their defaults can be combined with everything."""
+
 
 @dataclass
 class Translation:
@@ -89,7 +93,9 @@ class Translation:
     def drop_same_defaults(self) -> None:
         """Drops the program's defaults that equal mtrain's."""
         for key, origin in list(self.origins.items()):
-            if self.is_default(origin) and is_same(self.get(key), default_of(key)):
+            # model.vision is a section only if one of its keys is written
+            is_needed = key.startswith("model.vision.")
+            if self.is_default(origin) and not is_needed and is_same(self.get(key), default_of(key)):
                 self.drop(key)
 
     def report_unmentioned(self, explicit: Mapping[str, Any]) -> None:
@@ -135,19 +141,46 @@ class Translation:
         """
         self.drop_same_defaults()
         self.missing, faults = find_faults(self.content, resolve)
-        if refused := [
-            line for line in faults if "with layout.shard=weights" in line
-        ]:  # the run is the same without it
-            self.lost.append(f"{self.origins['layout.shard']}: {refused[0]}")
-            self.drop("layout.shard", is_named=False)
+        while self._drops_one_of(faults):
             self.missing, faults = find_faults(self.content, resolve)
         wrong = [self._with_origins(line) for line in faults]
         if reasons := list(dict.fromkeys((*self.wrong, *wrong))):
             raise ConfigError("\n".join(reasons))
         return self
 
+    def _drops_one_of(self, faults: list[str]) -> bool:
+        """Drops a key that cannot be combined with others and that the run does not need; says whether there was one.
+
+        A vision tower is not needed if only the model, and no setting, implies it.
+        """
+        lines = [line for line in faults if "cannot be combined with" in line or _VISION in line]
+        for line, key in ((line, key) for key in _SAME_WITHOUT for line in lines):
+            if key in self.origins and key in keys_in(line):
+                self.lost.append(f"{self.origins[key]}: {line}")
+                origin = self.origins[key]
+                self.drop(key, is_named=False)
+                if key == "train.recompute" and "use selective" in line:
+                    self.put(key, "selective", origin)
+                return True
+        images = [key for key in self.origins if key.startswith((f"{_VISION}.", "data.images."))]
+        refused = next((line for line in lines if _VISION in line), None)
+        if refused is None or not images or not all(map(self._has_default, images)):
+            return False
+        self.lost.append(f"{_VISION}: {refused}")
+        self.notes = [line for line in self.notes if _VISION not in line]
+        self.drop(_VISION, is_named=False)
+        self.drop("data.images", is_named=False)
+        return True
+
+    def _has_default(self, key: str) -> bool:
+        return self.is_default(self.origins[key])
+
     def _with_origins(self, line: str) -> str:
-        origins = dict.fromkeys(one_line(self.origins[key]) for key in keys_in(line) if key in self.origins)
+        named = keys_in(line)
+        keys = [key for key in named if key in self.origins]
+        if _VISION in named:
+            keys += [key for key in self.origins if key.startswith(f"{_VISION}.") and not self._has_default(key)]
+        origins = dict.fromkeys(one_line(self.origins[key]) for key in keys)
         return f"{line} (from {', '.join(origins)})" if origins else line
 
 

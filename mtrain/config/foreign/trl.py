@@ -10,12 +10,14 @@ from typing import Any
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.command_lines import options
 from mtrain.config.foreign.hf_trainer import FUNCTIONS, TRAINER, accelerate_settings, put_parallelism, put_trainer
+from mtrain.config.foreign.images import all_trained, put_images
 from mtrain.config.foreign.reading import Form, Given, read_settings, without_unknown
 from mtrain.config.foreign.trainers import (
     drop_adapter_of_full_runs,
     files_of,
     finish,
     is_on,
+    put_best,
     put_likelihood,
     reward_model,
     targets,
@@ -165,6 +167,8 @@ def from_trl(words: Sequence[str]) -> Translation:
     put_trainer(config, run)
     _adapter(config, run)
     put_parallelism(config, run)
+    put_images(config, run, all_trained(run), ())
+    put_best(config, run, None)
     if config.get("valid.interval_steps") and not config.get("data.valid"):
         config.lost.append(f"{run.described('eval_strategy')}: name the file of the dataset's test split in data.valid")
         config.drop("valid", is_named=False)
@@ -194,8 +198,8 @@ def _accelerated(config: Translation, given: Given) -> dict[str, Any]:
     launcher = {name: values[0] for name, values in options(given.command, str)[0].items() if values}
     if "accelerate" not in given.command:
         launcher = {}
-    path = launcher.pop("config_file", None) or given.settings.get("accelerate_config")
-    content = {**given.aside, **(_PROFILES.get(str(path)) or (read_mapping(Path(path)) if path else {})), **launcher}
+    path = str(launcher.pop("config_file", None) or given.settings.get("accelerate_config") or "")
+    content = {**given.aside, **(_PROFILES.get(path) or (read_mapping(Path(path)) if path else {})), **launcher}
     settings = accelerate_settings(config, content) if content else {}
     for precision in ("bf16", "fp16"):
         if settings.pop(precision, False) and not any(

@@ -1,6 +1,6 @@
 """Conversion of other programs' values, possibly texts, to values of our keys."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, get_origin
 
@@ -111,6 +111,18 @@ def scalar(text: str) -> Any:
         return read_yaml(text).content
     except ValueError:
         return text
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Returns a mapping, which may be JSON text.
+
+    Raises:
+        ValueError: The value is neither.
+    """
+    found = scalar(value) if isinstance(value, str) else value
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{value!r} is not a mapping")
+    return found
 
 
 def shares(text: str) -> list[float]:

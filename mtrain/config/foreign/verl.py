@@ -4,13 +4,14 @@ Source: verl 0.9.1, verl/trainer/config.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.command_lines import after_launcher, is_variable, sets_environment
+from mtrain.config.foreign.images import Part, Parts, all_trained, put_images
 from mtrain.config.foreign.reading import leaves, read_of
 from mtrain.config.foreign.sharding import put_shard
 from mtrain.config.foreign.trainers import (
@@ -23,11 +24,11 @@ from mtrain.config.foreign.trainers import (
     put_warmup,
 )
 from mtrain.config.foreign.translation import UNUSED, Put, Row, Settings, Translation, above_0, rows_of, translated
-from mtrain.config.foreign.values import is_same, number, scalar
+from mtrain.config.foreign.values import is_same, listed, number, scalar
 from mtrain.config.tables import table
 
 _ACTOR = "actor_rollout_ref.actor."
-_WHOLE = ("data.apply_chat_template_kwargs",)
+_WHOLE = ("data.apply_chat_template_kwargs", "data.mm_processor_kwargs")
 """Mappings that are one setting."""
 
 
@@ -140,12 +141,13 @@ def from_verl(words: Sequence[str]) -> Translation:
     """
     command, words = after_launcher(words)
     config = Translation("verl")
-    settings = _read_arguments(config, words)
+    included: list[str] = []
+    settings = _read_arguments(config, words, included)
     if not settings:
         raise ConfigError("neither a file nor an argument KEY=VALUE of verl is given; give one")
     chosen = [f"{name}={value}" for name, value in settings.items() if name in ("engine", "optim", "model_engine")]
     strategies = [str(value) for name, value in settings.items() if name.endswith(".strategy")]
-    trainer = _trainer_of(set(settings), " ".join([*command, *chosen, *strategies, *_configs(words)]))
+    trainer = _trainer_of(set(settings), " ".join([*command, *chosen, *strategies, *included, *_configs(words)]))
     rows = _rows(trainer, settings)
     references = {name: value for name, value in settings.items() if isinstance(value, str) and "${" in value}
     config.lost += [
@@ -158,12 +160,52 @@ def from_verl(words: Sequence[str]) -> Translation:
         _actor(config, run, trainer)
     ranks = [run[trainer.name(f"model.{name}")] or 0 for name in ("lora_rank", "lora.rank")]
     drop_adapter_of_full_runs(config, is_adapted=any(number(rank) > 0 for rank in ranks))
+    _images(config, run, trainer)
     finish(config, run)
     return config
 
 
-def _read_arguments(config: Translation, words: Sequence[str]) -> dict[str, Any]:
-    """Reads files and arguments into one mapping; skips Hydra's own options, and `~KEY` removes a key."""
+def _images(config: Translation, run: Settings, trainer: Trainer) -> None:
+    """Sets what is trained of a model that reads images: all of it, unless an actor freezes its tower."""
+    switch = trainer.name("actor.freeze_vision_tower")
+    signals = (switch, "data.image_key", "data.image_patch_size", "data.mm_processor_kwargs")
+    parts = all_trained(run, signals)
+    if is_on(run, switch):
+        frozen = Part(True, run.described(switch))
+        parts = Parts(frozen, frozen, parts.freeze_language_model)
+    put_images(config, run, parts, signals)
+
+
+_BASES = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer_engine", "sft_trainer")
+"""Files of verl itself, whose values are its defaults."""
+
+
+def _with_included(config: Translation, path: Path, chosen: list[str]) -> Iterator[Mapping[str, Any]]:
+    """Yields the settings of a file and of those in its folder that its `defaults` name, in their order.
+
+    Reports others, unless they are verl's own; appends all their names to `chosen`.
+    """
+    content = dict(read_of(path, config.program))
+    entries = listed(content.pop("defaults", None) or [])
+    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+        options = entry if isinstance(entry, Mapping) else {"": entry}
+        groups = {group.removeprefix("override ").partition("@")[0]: option for group, option in options.items()}
+        for group, option in groups.items():
+            chosen.append(f"{group} {option}")
+            file = path.parent / group / f"{option}.yaml"
+            if option == "_self_":
+                yield content
+            elif not group and file != path and file.is_file():
+                yield from _with_included(config, file, chosen)
+            elif file.is_file() or (not group and option not in _BASES):
+                config.lost.append(f"defaults: {group or option}: this file is not read; give its keys as well")
+
+
+def _read_arguments(config: Translation, words: Sequence[str], chosen: list[str]) -> dict[str, Any]:
+    """Reads files and arguments into one mapping; skips Hydra's own options, and `~KEY` removes a key.
+
+    Appends the names of files that others include to `chosen`.
+    """
     settings: dict[str, Any] = {}
     has_option = False
     for word in words:
@@ -183,7 +225,8 @@ def _read_arguments(config: Translation, words: Sequence[str]) -> dict[str, Any]
         elif is_variable(word):
             config.wrong.append(f"{word}: this is a shell variable; write its value")
         else:
-            settings.update(leaves(read_of(Path(word), config.program), _WHOLE))
+            for content in _with_included(config, Path(word), chosen):
+                settings.update(leaves(content, _WHOLE))
     trainer_settings = {
         name: value for name, value in settings.items() if not name.startswith("hydra.") and name != "defaults"
     }

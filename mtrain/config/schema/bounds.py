@@ -35,7 +35,8 @@ PIXELS = at_most(2**28, "the patches of an image of more pixels take over 2 GiB"
 STEPS = at_most(2**31 - 1, "so that samples have 64-bit numbers")
 SAMPLES = at_most(2**31 - 1, "validating more would take longer than any run")
 SEED = at_most(2**64 - 1, "seeds have 64 bits")
-SECONDS = at_most(30 * 24 * 3600, "a month: nobody would notice a hang")
+MAX_SECONDS = 30 * 24 * 3600
+SECONDS = at_most(MAX_SECONDS, "a month: nobody would notice a hang")
 BATCHES_AHEAD = at_most(1024, "each is a whole global batch in memory")
 
 

@@ -19,7 +19,7 @@ from mtrain.config.foreign.trl import from_trl, rows_of_kind
 from tests.config.yaml_files import write
 
 FACTS: dict[str, dict[str, Any]] = {
-    program: facts["fields"]
+    program: {name: json.loads(value) for value, names in facts["by_default"].items() for name in names.split()}
     for program, facts in yaml.safe_load((Path(__file__).parent / "fields.yaml").read_text()).items()
 }
 TRAINERS = {"sft": "SFTConfig", "dpo": "DPOConfig", "kto": "KTOConfig", "reward": "RewardConfig", "grpo": "GRPOConfig"}

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent / "public"
 PAGE = DOCS / "start" / "translated-files.md"
 COMMAND = "python -m tests.config.foreign.public_files"
 _VERBS: dict[str, Callable[[Sequence[str]], Translation]] = {
-    "axolotl": lambda words: from_axolotl(Path(words[0])),
+    "axolotl": from_axolotl,
     "llamafactory": from_llamafactory,
     "megatron-bridge": from_megatron_bridge,
     "torchtitan": from_torchtitan,
@@ -92,6 +92,8 @@ def completed(found: Translation) -> Config:
             read["model"] = keys | read.get("model", {})
         elif section not in read:
             read[section] = keys
+    read["model"].pop("vision", None)  # sizes of its tower come from a folder
+    read["data"].pop("images", None)
     read["run"].setdefault("dir", "runs/x")
     read["data"].setdefault("seq_length", 64)
     if read["data"].get("kind") == "sft":

@@ -122,7 +122,7 @@ def test_ways_of_yaml_to_say_false(words: tuple[str, ...], chosen: str, rest: st
     file = tmp_path / "a.yml"
     for word, flag in itertools.product(words, ("sample_packing", "gradient_checkpointing")):
         file.write_text(f"base_model: M\ndatasets: a.jsonl\nbf16: {word}\n{flag}: {word}\n{rest}\n")
-        found = from_axolotl(file)
+        found = from_axolotl([str(file)])
         assert found.wrong == []
         assert found.get("train.precision") == chosen
         assert bool(found.get("data.packing")) == (flag == "sample_packing" and words == TRUE)
@@ -132,7 +132,7 @@ def test_ways_of_yaml_to_say_false(words: tuple[str, ...], chosen: str, rest: st
 def test_what_stands_for_nothing(tmp_path: Path) -> None:
     file = tmp_path / "a.yml"
     file.write_text("base_model: M\ndatasets: a.jsonl\nadapter: \nlora_r: ~\nwandb_project: ''\nspecial_tokens: {}\n")
-    found = from_axolotl(file)
+    found = from_axolotl([str(file)])
     assert found.content.keys() & {"adapter", "metrics"} == set()
     assert found.without_effect == ["adapter", "lora_r", "wandb_project", "special_tokens"]
     null = from_verl(f"{VERL} trainer.total_training_steps=null".split())

@@ -46,7 +46,7 @@ class Program:
 
 
 def of_axolotl(given: Mapping[str, Any], folder: Path) -> Translation:
-    return from_axolotl(Path(write(folder / "a.yml", dict(given))))
+    return from_axolotl([str(write(folder / "a.yml", dict(given)))])
 
 
 def of_command(*command: str) -> Callable[[Mapping[str, Any], Path], Translation]:

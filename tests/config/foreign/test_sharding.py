@@ -39,7 +39,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("given", "shard"), OPTIONS, ids=[str(given) for given, _ in OPTIONS])
 def test_what_ranks_of_axolotl_divide(given: dict[str, Any], shard: str | None, tmp_path: Path) -> None:
-    found = from_axolotl(Path(write(tmp_path / "a.yml", AXOLOTL | given)))
+    found = from_axolotl([str(write(tmp_path / "a.yml", AXOLOTL | given))])
     assert found.get("layout.shard") == shard
     assert found.lost == []
     assert found.checked(resolved).get("layout.shard") == shard
@@ -90,14 +90,14 @@ def test_files_are_read_and_missing_ones_named(tmp_path: Path) -> None:
     for given, shard in (({"deepspeed": str(three)}, "weights"), ({"fsdp": str(swift)}, "optimizer")):
         words = [word for name, value in given.items() for word in (f"--{name}", value)]
         assert from_ms_swift(["swift", "sft", *SWIFT.split(), *words]).get("layout.shard") == shard
-    found = from_axolotl(Path(write(tmp_path / "a.yml", AXOLOTL | {"deepspeed": "absent/mine.json"})))
+    found = from_axolotl([str(write(tmp_path / "a.yml", AXOLOTL | {"deepspeed": "absent/mine.json"}))])
     assert found.get("layout.shard") is None
     assert [line.partition(":")[0] for line in found.lost] == ["deepspeed=absent/mine.json"]
 
 
 def test_activations_that_fsdp_recomputes(tmp_path: Path) -> None:
     given = {"fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": False}
-    assert from_axolotl(Path(write(tmp_path / "a.yml", AXOLOTL | given))).get("train.recompute") == "full"
+    assert from_axolotl([str(write(tmp_path / "a.yml", AXOLOTL | given))]).get("train.recompute") == "full"
 
 
 def test_what_does_not_run_with_divided_weights_keeps_the_run() -> None:
