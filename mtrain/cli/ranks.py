@@ -134,6 +134,13 @@ def evaluate(
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="Send questions as user messages, with the chat template.")
     ] = False,
+    fewshot_as_multiturn: Annotated[
+        bool | None,
+        typer.Option(help="Send solved examples as turns; default: with --apply-chat-template.", show_default=False),
+    ] = None,
+    system_instruction: Annotated[
+        str | None, typer.Option(help="Text before the description of each task.", show_default=False)
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file for all results.", show_default=False)] = None,
 ) -> None:
     """Evaluates a model on tasks of lm-eval.
@@ -154,6 +161,8 @@ def evaluate(
             num_fewshot=num_fewshot,
             limit=limit,
             apply_chat_template=apply_chat_template,
+            fewshot_as_multiturn=fewshot_as_multiturn,
+            system_instruction=system_instruction,
         )
         if not section.tasks:
             raise typer.BadParameter("no task is given; name at least one", param_hint="--tasks")

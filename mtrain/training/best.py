@@ -51,8 +51,9 @@ class Metric(NamedTuple):
 
     def info(self, value: float, section: EvalSection) -> MetricInfo:
         """Returns a value of tasks for a manifest, whose name includes the options that change the value."""
-        options = {"num_fewshot": section.num_fewshot, "limit": section.limit}
+        options: dict[str, object] = {"num_fewshot": section.num_fewshot, "limit": section.limit}
         options |= {"chat": True} if section.apply_chat_template else {}
+        options |= {"turns": section.fewshot_as_multiturn, "system": section.system_instruction}
         parts = [f"{name}={option}" for name, option in options.items() if option is not None]
         name = " ".join([str(self.name), *parts])
         return MetricInfo(name=name, value=value, is_better_if_higher=self.is_better_if_higher)

@@ -333,6 +333,11 @@ class EvalSection(Section):
     """Number of questions of each task, from the first; null: all."""
     apply_chat_template: bool = False
     """Whether questions are sent as user messages, with the run's chat template."""
+    fewshot_as_multiturn: bool | None = None
+    """Whether solved examples are turns of the conversation, rather than part of the question; null: if
+    apply_chat_template is true, as in lm-eval."""
+    system_instruction: str | None = Field(None, min_length=1)
+    """Text before the description of a task: the system's message if apply_chat_template is true; null: none."""
     prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=1000)
     """Texts to continue, or user messages."""
     prompts_file: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
@@ -364,6 +369,9 @@ class EvalSection(Section):
                 f"interval_steps={self.interval_steps}, but neither prompts nor tasks are given; set eval.prompts, "
                 "eval.prompts_file or eval.tasks"
             )
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            yield "fewshot_as_multiturn=true needs a chat template; set apply_chat_template=true, or remove it"
         options = {"include_path": self.include_path, "num_fewshot": self.num_fewshot, "limit": self.limit}
+        options |= {"fewshot_as_multiturn": self.fewshot_as_multiturn, "system_instruction": self.system_instruction}
         if not self.tasks and (given := [name for name, value in options.items() if value is not None]):
             yield f"{given[0]}={options[given[0]]} is for tasks, but none are given; set eval.tasks, or remove it"

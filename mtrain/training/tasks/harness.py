@@ -69,6 +69,11 @@ class Harness:
         self.generates = _GENERATES in kinds.values()
         """Whether a task needs generated text."""
 
+    @property
+    def _as_turns(self) -> bool:
+        given = self._section.fewshot_as_multiturn
+        return self._section.apply_chat_template if given is None else given
+
     def is_better_if_higher(self, metric: str) -> bool:
         """Says whether a higher value of `task/metric` is better; raises ConfigError if the tasks do not have it."""
         known: dict[str, bool] = {}
@@ -99,6 +104,8 @@ class Harness:
                 num_fewshot=self._section.num_fewshot,
                 limit=self._section.limit,
                 apply_chat_template=self._section.apply_chat_template,
+                fewshot_as_multiturn=self._as_turns,
+                system_instruction=self._section.system_instruction,
                 bootstrap_iters=num_bootstraps,
                 log_samples=False,
                 task_manager=self._manager,
@@ -162,7 +169,13 @@ def _adapter(model: TextModel) -> Any:
                     "apply_chat_template needs a chat template, but the model has none (data.chat_template); "
                     "remove the option"
                 )
-            return model.chat(chat_history, add_generation_prompt)
+            try:
+                return model.chat(chat_history, add_generation_prompt)
+            except DataError:
+                others = [message for message in chat_history if message["role"] != "system"]
+                if len(others) == len(chat_history):
+                    raise
+                return model.chat(others, add_generation_prompt)  # as lm-eval, for templates without the role
 
         def chat_template(self, chat_template: bool | str = False) -> str:
             return ""  # only recorded

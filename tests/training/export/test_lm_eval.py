@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,16 @@ EXPECTED = """
 import json, sys
 import lm_eval
 from lm_eval.tasks import TaskManager
-folder, tasks = sys.argv[1:]
-results = lm_eval.simple_evaluate(model="hf", model_args={"pretrained": folder, "dtype": "float32"},
-    tasks=["choices", "text", "answers"], device="cpu", bootstrap_iters=0, task_manager=TaskManager(include_path=tasks))
-print(json.dumps(results["results"], default=str))
+tasks, arguments, *options = map(json.loads, sys.argv[1:])
+for given in options:
+    results = lm_eval.simple_evaluate(model="hf", model_args={"dtype": "float32", **arguments}, device="cpu",
+        tasks=["choices", "text", "answers"], bootstrap_iters=0, task_manager=TaskManager(include_path=tasks), **given)
+    print(json.dumps(results["results"], default=str))
 """
+CHAT = "{{ bos_token }}{% for m in messages %}{{ {'user': 'ab ', 'assistant': 'cd ', 'system': 'f '}[m.role] }}"
+CHAT += "{{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor %}"
+CHAT += "{% if add_generation_prompt %}cd {% endif %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT
 RUN = """
 model: {{hf: {hf}}}
 run: {{dir: {run}}}
@@ -64,6 +70,7 @@ optimizer: {{lr: 1.0e-3, schedule: constant}}
 data: {{kind: mock, seq_length: 24, tokenizer: {hf}}}
 layout: {layout}
 metrics: {{tensorboard: false}}
+{more}
 """
 
 
@@ -102,6 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = {"test": str(path / "questions.jsonl")}
     for name, task in TASKS.items():
         shared = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": files}, "test_split": "test"}
+        shared |= {"fewshot_split": "test", "description": "bad "}
         (path / "tasks" / f"{name}.yaml").write_text(json.dumps(shared | task))
     return path
 
@@ -113,12 +121,30 @@ def run(python: Path, cwd: Path, *arguments: object) -> subprocess.CompletedProc
     return subprocess.run(line, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment})
 
 
+def of_lm_eval(
+    python: Path, folder: Path, arguments: dict[str, str], *options: dict[str, Any]
+) -> list[dict[str, float]]:
+    """Returns the metrics of lm-eval's own model of transformers, with each of the options."""
+    words = map(json.dumps, (str(folder / "tasks"), arguments, *options))
+    found = run(python, folder, "-c", EXPECTED, *words)
+    assert found.returncode == 0, found.stderr
+    return [metrics(json.loads(line)) for line in found.stdout.splitlines()[-len(options) :]]
+
+
+def of_mtrain(python: Path, folder: Path, model: Path, *words: object, ranks: int = 1) -> dict[str, float]:
+    """Returns the metrics of `mtrain eval`."""
+    start = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={29_000 + os.getpid() % 1000}"]
+    verb = ["-m", "mtrain", "eval", model, "--tasks", "choices,text,answers", "--include-path", folder / "tasks"]
+    output = folder / "found.json"
+    found = run(python, folder, *(start if ranks > 1 else []), *verb, "--output", output, *words)
+    assert found.returncode == 0, found.stderr
+    assert "bits_per_byte" in found.stdout
+    return metrics(json.loads(output.read_text())["results"])
+
+
 @pytest.fixture(scope="module")
 def expected(python_with_lm_eval: Path, folder: Path) -> dict[str, float]:
-    """Returns the metrics of lm-eval's own model of transformers."""
-    found = run(python_with_lm_eval, folder, "-c", EXPECTED, folder / "hf", folder / "tasks")
-    assert found.returncode == 0, found.stderr
-    return metrics(json.loads(found.stdout.splitlines()[-1]))
+    return of_lm_eval(python_with_lm_eval, folder, {"pretrained": str(folder / "hf")}, {})[0]
 
 
 def metrics(results: dict[str, Any]) -> dict[str, float]:
@@ -130,9 +156,9 @@ def metrics(results: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def configured(folder: Path, name: str, layout: str, *overrides: str) -> Path:
+def configured(folder: Path, name: str, layout: str, *overrides: str, more: str = "") -> Path:
     path = folder / f"{name}.yaml"
-    path.write_text(RUN.format(hf=folder / "hf", run=folder / name, layout=layout))
+    path.write_text(RUN.format(hf=folder / "hf", run=folder / name, layout=layout, more=more))
     load_config([path], overrides)
     return path
 
@@ -144,23 +170,51 @@ def test_a_folder_is_evaluated_as_lm_eval_evaluates_it(
     python_with_lm_eval: Path, folder: Path, expected: dict[str, float]
 ) -> None:
     """The requests on other layouts are those of tests/training/tasks/test_requests.py."""
-    verb = [
-        "-m",
-        "mtrain",
-        "eval",
-        folder / "hf",
-        "--tasks",
-        "choices,text,answers",
-        "--include-path",
-        folder / "tasks",
-    ]
-    found = run(python_with_lm_eval, folder, *verb, "--output", folder / "found.json")
-    assert found.returncode == 0, found.stderr
-    results = json.loads((folder / "found.json").read_text())["results"]
     assert len(expected) == 5
-    assert metrics(results) == pytest.approx(expected, abs=1e-5)
+    assert of_mtrain(python_with_lm_eval, folder, folder / "hf") == pytest.approx(expected, abs=1e-5)
     assert 0 < expected["choices/acc"] < 1
-    assert "bits_per_byte" in found.stdout
+
+
+@pytest.mark.parametrize("template", [CHAT, NO_SYSTEM], ids=["system", "no system"])
+def test_conversations_are_those_of_lm_eval(python_with_lm_eval: Path, folder: Path, template: str) -> None:
+    """Solved examples are turns or part of the question; a template without a system's message gets none."""
+    chat = folder / ("chat" if template == CHAT else "strict")
+    shutil.copytree(folder / "hf", chat)
+    settings = json.loads((chat / "tokenizer_config.json").read_text())
+    (chat / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    ways: dict[str, dict[str, Any]] = {
+        "": {},
+        "--num-fewshot 2": {"num_fewshot": 2},
+        "--num-fewshot 2 --no-fewshot-as-multiturn": {"num_fewshot": 2, "fewshot_as_multiturn": False},
+        "--num-fewshot 1 --system-instruction fab": {"num_fewshot": 1, "system_instruction": "fab"},
+    }
+    options = [{"apply_chat_template": True, **given} for given in ways.values()]
+    expected = of_lm_eval(python_with_lm_eval, folder, {"pretrained": str(chat)}, *options)
+    assert len({json.dumps(each) for each in expected}) >= 3, "the options make a difference"
+    for words, each in zip(ways, expected, strict=True):
+        found = of_mtrain(python_with_lm_eval, folder, chat, "--apply-chat-template", *words.split())
+        assert found == pytest.approx(each, abs=1e-5), words
+
+
+def test_a_run_of_adapters_is_evaluated_as_its_export(python_with_lm_eval: Path, folder: Path) -> None:
+    """lm-eval reads the frozen model and PEFT's folder; the run is evaluated on one rank and on two."""
+    adapter = "adapter: {kind: lora, rank: 4, alpha: 64, targets: [all-linear]}"
+    path = configured(folder, "adapted", "{}", more=adapter)
+    python = python_with_lm_eval
+    for words in (
+        ["launch", "local", "-n", 1, path, "optimizer.lr=0.1"],
+        ["convert", "export", "--checkpoint", folder / "adapted", "--out", folder / "peft", "--adapter"],
+    ):
+        found = run(python, folder, "-m", "mtrain", *words)
+        assert found.returncode == 0, found.stderr
+    arguments = {"pretrained": str(folder / "hf"), "peft": str(folder / "peft")}
+    expected, frozen = (
+        of_lm_eval(python, folder, arguments, {})[0],
+        of_lm_eval(python, folder, {"pretrained": str(folder / "hf")}, {})[0],
+    )
+    assert expected != pytest.approx(frozen, abs=1e-3), "the adapter makes a difference"
+    for ranks in (1, 2):
+        assert of_mtrain(python, folder, folder / "adapted", ranks=ranks) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["{tp: 2, sp: true}", "{pp: 2}", "{cp: 2}", "{}"])
@@ -183,12 +237,7 @@ def test_a_run_is_evaluated_while_it_trains_on_any_layout(
     others = [json.loads(line) for line in (folder / f"{name}_silent" / "metrics.jsonl").read_text().splitlines()]
     losses = [[record["loss"] for record in lines if record["kind"] == "step"] for lines in (records, others)]
     assert losses[0] == losses[1]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={29_000 + os.getpid() % 1000}"]
-    verb = ["-m", "mtrain", "eval", folder / name, "--tasks", "choices,text,answers"]
-    verb += ["--include-path", folder / "tasks", "--output", folder / f"{name}.json"]
-    found = run(python_with_lm_eval, folder, *torchrun, *verb)
-    assert found.returncode == 0, found.stderr
-    assert metrics(json.loads((folder / f"{name}.json").read_text())["results"]) == pytest.approx(last, abs=1e-5)
+    assert of_mtrain(python_with_lm_eval, folder, folder / name, ranks=2) == pytest.approx(last, abs=1e-5)
     manifest = json.loads((folder / name / "checkpoints" / "step_00000002" / "mtrain.json").read_text())
     assert manifest["task_metric"] == {
         "name": "text/bits_per_byte",
