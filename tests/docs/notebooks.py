@@ -54,7 +54,10 @@ def executed(cells: Sequence[Cell], folder: Path, environment: Mapping[str, str]
     given, found = folder / ".cells.json", folder / ".outputs.json"
     given.write_text(json.dumps([cell["source"] for cell in cells if cell["cell_type"] == "code"]))
     program = [sys.executable, __file__, str(given), str(found)]
-    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    found_by_path = os.environ.get("PATH", "").split(
+        ":"
+    )  # without mtrain, as in a kernel whose environment is not active
+    path = ":".join(each for each in found_by_path if not (Path(each) / "mtrain").exists())
     done = completed(program, folder, {**(environment or program_environment()), "PATH": path})
     assert done.returncode == 0, done.stderr
     outputs: list[list[Output]] = json.loads(found.read_text())
