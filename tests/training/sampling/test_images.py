@@ -108,6 +108,7 @@ LAYOUTS: list[tuple[Case, Kind, int]] = [
     (case(4, num_layers=2, dp=2, ep=2), "experts", 3),
     (case(4, num_layers=3), "deepstack", 64),
     (case(4, num_layers=2, dp=2, ep=2), "deepstack experts", 64),
+    (case(4, num_layers=2, dp=2, shard="weights"), "dense", 2),
     (case(4, num_layers=3, pp=2, first_stage_layers=2, tp=2, sp=True), "deepstack", 64),
 ]
 
