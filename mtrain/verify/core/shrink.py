@@ -276,7 +276,9 @@ def _heads(model: ModelSection, trials: Sequence[Trial]) -> tuple[int, int]:
     shared = [trial.tp * trial.cp for trial in trials if trial.cp_comm == "ulysses" and trial.cp > 1]
     if model.query_groups == 1:
         return 1, multiple_from(ratio, shared)
-    groups = multiple_from(2, [trial.tp for trial in trials])
+    # TransformerEngine exchanges whole key/value heads; ours are repeated
+    whole = shared if model.backend == "te" else []
+    groups = multiple_from(2, [*(trial.tp for trial in trials), *whole])
     step = groups
     while any(groups * ratio % divisor for divisor in shared):
         groups += step
