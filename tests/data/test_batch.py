@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from mtrain.core.batch.batch import DOCUMENT_STARTS, IMAGE_PARTS, FieldPath, Microbatch, MtpTargets
+from mtrain.core.batch.batch import DOCUMENT_STARTS, IMAGE_ENDS, IMAGE_PARTS, FieldPath, Microbatch, MtpTargets
 from mtrain.core.batch.collate import RowForm
 from mtrain.core.batch.images import MicrobatchImages
 
@@ -30,6 +30,7 @@ IMAGES: dict[FieldPath, Tensor] = {
     ("images", "grids"): torch.tensor([[1, 1, 2]]),
     ("images", "places"): rows(torch.int64) - 1,
     ("images", "axes"): rows(torch.int64).unsqueeze(-1).repeat(1, 1, 3),
+    IMAGE_ENDS: rows(torch.int32),
 }
 
 
@@ -68,7 +69,7 @@ def test_taking_apart_and_putting_together_changes_nothing() -> None:
 def test_a_change_reaches_all_but_the_edges_of_documents_and_whole_images() -> None:
     batch, before = full().map(lambda each: each[:, 1:]), full().tensors()
     whole = {path for path, each in batch.tensors().items() if torch.equal(each, before[path])}
-    assert whole == {DOCUMENT_STARTS, *IMAGE_PARTS}
+    assert whole == {DOCUMENT_STARTS, *IMAGE_PARTS, IMAGE_ENDS}
     assert all(each.shape[:2] == (2, 3) for path, each in batch.tensors().items() if path not in whole)
     assert (batch.num_padding_tokens, batch.num_loss_tokens) == (3, 5)
     assert batch.num_sequences == 8, "counted before rows were cut"

@@ -9,12 +9,14 @@ from pydantic import Field
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section
 
+TowerKind = Literal["qwen3_vl", "gemma3"]
+
 
 class VisionSection(Section):
     """Vision tower, which turns patches of images into features that replace embeddings of tokens, and its projector,
     which merges features of neighbouring patches. Both are modules of transformers."""
 
-    kind: Literal["qwen3_vl", "gemma3"] = "qwen3_vl"
+    kind: TowerKind = "qwen3_vl"
     """Tower and projector. qwen3_vl: those of Qwen3-VL and Qwen3.5, for images of any size; tokens have positions of
     time, height and width. gemma3: SigLIP and averages of patches, for images of one size, whose tokens see each other
     both ways."""

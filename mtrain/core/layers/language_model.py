@@ -84,6 +84,7 @@ class LanguageModel(LanguageModule):
         if self.pre_process and model.vision is not None:
             self.vision = VisionTower(model.vision, model.hidden_size, config, groups)
         self._deep: list[Tensor] = []  # features that a forward pass adds after each of the first layers
+        self._sees_ahead = model.vision is not None and model.vision.bidirectional
         self._scales_embeddings = model.scale_embeddings
         # the dtype of activations, since parameters of a frozen base may be narrower
         self.rotary = _rotary(model, torch.promote_types(config.pipeline_dtype, torch.float32))
@@ -138,7 +139,9 @@ class LanguageModel(LanguageModule):
             Deferred logits of the next token and of all MTP depths for which the batch has targets on the last stage,
             hidden states on other stages.
         """
-        documents = with_image_ends(batch.document_starts, None if batch.images is None else batch.images.ends)
+        ends = None if batch.images is None else batch.images.ends
+        assert (ends is not None) == (self._sees_ahead and batch.images is not None), "collate tells where images end"
+        documents = with_image_ends(batch.document_starts, ends)
         sequence_ids = _sequences_of_text(batch)
         angles = self._angles(batch)
         # megatron-core passes both "masks" unread to every layer, even in recomputation: our attention reads document

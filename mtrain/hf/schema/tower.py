@@ -3,9 +3,10 @@
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from mtrain.base.errors import DataError
+from mtrain.config.schema.vision import TowerKind
 from mtrain.hf.schema.values import needed_value, shown, wrong_type
 
 TEXT, TIED = "text_config", "tie_word_embeddings"
@@ -39,7 +40,7 @@ class TrainedTower:
     image_token: int
     rope_sections: tuple[int, int, int] | None = None
     """None if tokens of images count like text."""
-    kind: Literal["qwen3_vl", "gemma3"] = "qwen3_vl"
+    kind: TowerKind = "qwen3_vl"
     """Value of `model.vision.kind`."""
     deepstack: tuple[int, ...] | None = None
     """Layers whose outputs are added in the language model; None if the family adds none."""

@@ -24,7 +24,7 @@ from tests.messages import refuses
 
 SIDE, PATCH, MERGE = 6, 4, 2
 TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-PROCESSOR = {
+PROCESSOR: dict[str, Any] = {
     "image_processor_type": "Gemma3ImageProcessorFast",
     "image_mean": [0.5, 0.4, 0.3],
     "image_std": [0.5, 0.6, 0.7],
@@ -127,11 +127,12 @@ def test_what_transformers_would_read_otherwise_is_refused(folder: Path, tmp_pat
     asked = {"messages": [{"role": "user", "content": [image]}, answer]}
     with refuses(DataError, "data.images.min_pixels"):
         encoder_of(folder, max_pixels=100).encode(asked, tmp_path)
-    for name, changes in {
+    processors: dict[str, dict[str, Any]] = {
         "crops": {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 2, "pan_and_scan_max_num_crops": 4}
         | {"pan_and_scan_min_ratio_to_activate": 1.0},
         "model.vision needs": {"size": {"height": 20, "width": 20}},
-    }.items():
+    }
+    for name, changes in processors.items():
         other = tmp_path / name
         other.mkdir()
         for file in folder.iterdir():
