@@ -213,7 +213,7 @@ def _with_own_data(config: Config, trial: Trial, length: int, overrides: dict[st
     if reads_files(config.data) and not isinstance(config.data, MockSection):
         data_overrides["model"] = {"vocab_size": config.model.vocab_size}
         data_overrides["data"] = {"valid": config.data.model_dump()["valid"] if has_valid_files(config.data) else ()}
-    return small(config, [trial], length, overrides | data_overrides, FEW_SAMPLES)
+    return small(config, [trial], length, overrides | data_overrides, FEW_SAMPLES, reads_images=True)
 
 
 def _can_validate(data: AnyData) -> bool:
