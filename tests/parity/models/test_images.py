@@ -250,7 +250,10 @@ _NAMES: dict[Kind, str] = {
 }
 TABLE: list[tuple[str, Case, Kind, dict[str, bool], dict[str, Any]]] = [
     *((_NAMES["dense"], each, "dense", TRAINED, {}) for each in CASES),
-    *((f"{_NAMES['dense']}, packed", each, "dense", TRAINED, PACKED) for each in PACKED_CASES),
+    *(
+        (f"{_NAMES['dense']}, packed", each, "dense", TRAINED, PACKED | {"layout__shard": shard})
+        for each, shard in PACKED_CASES
+    ),
     *((_NAMES["experts"], each, "experts", TRAINED, {}) for each in EXPERT_CASES),
     *((_NAMES["deepstack"], each, "deepstack", TRAINED, {}) for each in DEEP_CASES),
     *((_NAMES["deepstack experts"], each, "deepstack experts", TRAINED, {}) for each in DEEP_EXPERT_CASES),
