@@ -32,9 +32,9 @@ from mtrain.hf.io.source import FolderTensors, source_for
 from mtrain.hf.io.training import (
     StepInput,
     TrainingRows,
-    freeze,
     image_inputs,
     open_trainable,
+    parts_of,
     transformers_steps,
 )
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
@@ -210,11 +210,14 @@ def _reference(
     values = []
     steps = [step_inputs.step for step_inputs in inputs]
     model, padding_row = open_trainable(Path(config.model.hf), added_by(config.model), _dtypes(config.model))
+    parts = dict[str, str]()
     if config.model.vision is not None:
         tower = family_of(read_json(Path(config.model.hf) / CONFIG_NAME)).tower
         assert tower is not None and tower.trained is not None, "model.vision is read from the folder"  # noqa: PT018
-        freeze(model, config.model.vision, tower.trained)
-    for number, outcome in enumerate(transformers_steps(model, config.optimizer, steps)):
+        parts = parts_of(model, tower.trained)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not getattr(config.model.vision, f"freeze_{parts[name]}"))
+    for number, outcome in enumerate(transformers_steps(model, config.optimizer, steps, parts)):
         denominator = steps[number].denominator
         mean = outcome.numerator / denominator if denominator else 0.0
         terms = {MAIN_TERM: outcome.numerator}, {MAIN_TERM: denominator}

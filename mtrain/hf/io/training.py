@@ -118,18 +118,15 @@ def open_trainable(folder: Path, added: AddedTokens = NO_TOKENS, dtypes: Sequenc
     return TrainableModel(model, row)
 
 
-def freeze(model: Any, vision: VisionSection, tower: TrainedTower) -> None:
-    """Freezes the parts of a multimodal model that `model.vision` freezes."""
-    of_parts = [(theirs, ours) for ours, choices in tower.prefixes for theirs in choices]
-    for name, parameter in model.named_parameters():
-        own = next((ours + name.removeprefix(theirs) for theirs, ours in of_parts if name.startswith(theirs)), None)
-        if own is None:
-            is_frozen = vision.freeze_language_model
-        elif own.startswith(PROJECTOR):
-            is_frozen = vision.freeze_projector
-        else:
-            is_frozen = vision.freeze_tower
-        parameter.requires_grad_(not is_frozen)
+def parts_of(model: Any, tower: TrainedTower) -> dict[str, str]:
+    """Returns the part of each parameter of a multimodal model: tower, projector or language_model."""
+    prefixes = [(theirs, ours) for ours, choices in tower.prefixes for theirs in choices]
+    parts = {}
+    for name, _ in model.named_parameters():
+        own = next((ours + name.removeprefix(theirs) for theirs, ours in prefixes if name.startswith(theirs)), None)
+        is_projector = own is not None and own.startswith(PROJECTOR)
+        parts[name] = "language_model" if own is None else "projector" if is_projector else "tower"
+    return parts
 
 
 def image_inputs(vision: VisionSection, is_image: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Tensor]:
@@ -174,16 +171,19 @@ def _add_rows(model: Any, folder: Path, added: AddedTokens, dtypes: Sequence[tor
         table[first:end] = table[:first].double().mean(0).to(dtype).to(table.dtype)
 
 
-def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepInput]) -> Iterator[StepFound]:
+def transformers_steps(
+    model: Any, section: AdamWSection, steps: Iterable[StepInput], parts: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[StepFound]:
     """Runs AdamW steps and yields their results; accumulates gradients over the rows of a step.
 
     Args:
         model: Model of transformers, which is trained in place.
         section: Constants of AdamW and clipping.
+        parts: Part of each parameter, as `parts_of` returns it, for learning rates of parts; empty for text.
     """
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
-        list(_groups(parameters, section)), lr=0.0, betas=(section.beta1, section.beta2), eps=section.epsilon
+        list(_groups(parameters, section, parts)), lr=0.0, betas=(section.beta1, section.beta2), eps=section.epsilon
     )
     for step in steps:
         optimizer.zero_grad()
@@ -199,19 +199,19 @@ def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepIn
                 # clip_grad_norm_ would compute its own norm in float32
                 torch.nn.utils.clip_grads_with_norm_(parameters.values(), section.clip_grad, torch.tensor(norm))
             for group in optimizer.param_groups:
-                group["lr"] = step.lr
+                group["lr"] = step.lr * group["share"]
             optimizer.step()
         yield StepFound(numerator, norm)
 
 
-def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[str, Any]]:
-    """Yields two parameter groups: matrices, which decay, and norms and biases, which decay if the section says so."""
-    # transformers 5 stacks experts, so that their biases are matrices, which only the name reveals
-    small = {name for name, value in parameters.items() if value.dim() < 2 or name.endswith("bias")}
-    decay = section.weight_decay
-    yield {"params": [value for name, value in parameters.items() if name not in small], "weight_decay": decay}
-    other = decay if section.decay_norms_and_biases else 0.0
-    yield {"params": [value for name, value in parameters.items() if name in small], "weight_decay": other}
+def _groups(parameters: Mapping[str, Any], section: AdamWSection, parts: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Yields a group for each parameter, with its weight decay and its share of the learning rate."""
+    for name, value in parameters.items():
+        # transformers 5 stacks experts, so that their biases are matrices, which only the name reveals
+        is_small = value.dim() < 2 or name.endswith("bias")
+        decay = section.weight_decay if section.decay_norms_and_biases or not is_small else 0.0
+        share = section.lr_of_parts.get(f"{parts.get(name)}_lr", section.lr) / section.lr
+        yield {"params": [value], "weight_decay": decay, "share": share}
 
 
 def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:

@@ -19,7 +19,7 @@ from tests.parity.images import Kind
 TRAINED = {"freeze_tower": False, "freeze_projector": False}
 
 
-def configured(folder: Path, kind: Kind, vision: dict[str, bool], **data: Any) -> Config:
+def configured(folder: Path, kind: Kind, vision: dict[str, bool], rates: dict[str, float], **data: Any) -> Config:
     """Writes a model and its data below the folder, and configures a run with them."""
     for name in ("hf", "data"):
         (folder / name).mkdir()
@@ -29,7 +29,7 @@ def configured(folder: Path, kind: Kind, vision: dict[str, bool], **data: Any) -
         "run": {"dir": str(folder / "run")},
         "model": {"hf": str(hf), "vision": vision},
         "train": {"global_batch_size": 3, "micro_batch_size": 1, "num_steps": 6, "device": "cpu"},
-        "optimizer": {"lr": 1e-2, "schedule": "cosine", "clip_grad": 0.1},
+        "optimizer": {"lr": 1e-2, "schedule": "cosine", "clip_grad": 0.1, **rates},
         "data": {
             "kind": "sft",
             "seq_length": 80,
@@ -58,7 +58,8 @@ def report_of(pool: Any, config: Config, layouts: str, fault: str | None = None)
 def test_steps_with_images_are_those_of_transformers(
     pool: Any, tmp_path: Path, kind: Kind, vision: dict[str, bool], data: dict[str, Any], layouts: str
 ) -> None:
-    report = report_of(pool, configured(tmp_path, kind, vision, **data), layouts)
+    rates = {"projector_lr": 4e-2}
+    report = report_of(pool, configured(tmp_path, kind, vision, rates, **data), layouts)
     deviations = [(each.kind, each.step, each.value) for layout in report.layouts for each in layout.deviations]
     assert report.passed, deviations
     assert report.data == "the first batches of the run's own data, 4 of 6 samples with images"
@@ -66,7 +67,7 @@ def test_steps_with_images_are_those_of_transformers(
 
 
 def test_faults_of_images_are_found(pool: Any, tmp_path: Path) -> None:
-    config = configured(tmp_path, "dense", TRAINED)
+    config = configured(tmp_path, "dense", TRAINED, {})
     for fault in (None, "images-misplaced", "image-positions-on-one-axis"):
         report = report_of(pool, config, "tp1", fault)
         found = [(each.kind, each.step, each.value) for each in report.layouts[0].deviations]
@@ -74,7 +75,7 @@ def test_faults_of_images_are_found(pool: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_whose_batches_have_no_image_is_said_to_have_none(pool: Any, tmp_path: Path) -> None:
-    config = configured(tmp_path, "dense", {})
+    config = configured(tmp_path, "dense", {}, {})
     text = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "data" / "a.jsonl").write_text(f"{json.dumps(text)}\n" * 3)
     report = report_of(pool, config, "tp1")
