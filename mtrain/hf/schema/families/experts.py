@@ -200,6 +200,8 @@ QWEN3_VL_MOE = in_tower(
             _fused("linear_fc1.weight", "E (c e) h", "gate_up_proj", "E h (c e)", turned="E (c e) h"),
             _fused("linear_fc2.weight", "E h e", "down_proj", "E e h", turned="E h e"),
         ),
+        # Qwen3VLMoeTextConfig sets it to None, whatever the file says
+        inert=("sliding_window",),
     ),
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
