@@ -178,11 +178,12 @@ class Activations:
     def _tower_bytes(self) -> tuple[int, int]:
         """Estimates what a forward pass of the vision tower saves until its backward pass, and what exists only during
         either. The tower is never recomputed."""
-        vision, size = self.config.model.vision, element_bytes(self.config.train)
-        if vision is None:
+        model, size = self.config.model, element_bytes(self.config.train)
+        if model.vision is None:
             return 0, 0
-        passing = passing_patch_elements(vision, is_half=size < FP32_BYTES)
-        return self.patches * kept_patch_elements(vision) * size, self.patches * passing * size
+        is_half = size < FP32_BYTES
+        kept = kept_patch_elements(model.vision, model.hidden_size, is_half)
+        return self.patches * kept * size, self.patches * passing_patch_elements(model.vision, is_half) * size
 
     @property
     def is_on_cpu(self) -> bool:

@@ -9,7 +9,7 @@ from typing import assert_never
 from mtrain.arch.adapters import OUTPUT, in_layer, learns_output, tables, trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS
 from mtrain.arch.features.feature import EMBEDDING
-from mtrain.arch.features.vision import patches_of_tokens, projections
+from mtrain.arch.features.vision import layer_matrices, patches_of_tokens, projections
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
@@ -133,7 +133,8 @@ def _tower_products(vision: VisionSection, hidden_size: int, work: Work) -> int:
     """
     width, learns_tower = vision.hidden_size, not vision.freeze_tower
     patches = work.patches * vision.patch_elements * width
-    blocks = work.patches * (4 * width**2 + 2 * width * vision.ffn_hidden_size) + work.patch_pairs * 2 * width
+    per_patch = sum(rows * columns for rows, columns in layer_matrices(vision))
+    blocks = work.patches * per_patch + work.patch_pairs * 2 * width
     per_feature = sum(rows * columns for rows, columns in projections(vision, hidden_size))
     mergers = work.patches // vision.patches_per_feature * per_feature
     return (

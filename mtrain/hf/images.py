@@ -63,7 +63,9 @@ class ImageProcessor:
         """Text that a template writes for an image -> the text around the image's token that replaces it; empty if the
         template writes all of it."""
         decisive = [files, self.image_token, self._merge_size, self._limits, backend]
+        self._row_ends = self._ends_of_rows()
         decisive += [self.around] if self.around else []  # none in caches of earlier versions
+        decisive += [self._row_ends, vision.patch_size] if self._row_ends else []
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
         """Identifies the settings that make patches from images."""
 
@@ -94,8 +96,43 @@ class ImageProcessor:
             )
         return {begin: f"\n\n{begin}{image}{end}\n\n"}
 
+    def _ends_of_rows(self) -> tuple[int, int] | None:
+        """Returns the tokens after each row of features and after the last, which Mistral 3 has; None for others.
+
+        Source: transformers 5.24, processing_pixtral.py, PixtralProcessor.
+        """
+        if self._vision.kind != "mistral3":
+            return None
+        file, vocabulary = self._folder / "processor_config.json", self._folder / "tokenizer.json"
+        settings = read_json(file) if file.is_file() else {}
+        said = settings.get("patch_size", 16), settings.get("spatial_merge_size", 1)
+        if said != (self._vision.patch_size, self._merge_size):
+            raise DataError(
+                f"{file} has patch_size={said[0]} and spatial_merge_size={said[1]}, but model.vision needs "
+                f"{self._vision.patch_size} and {self._merge_size}; set data.tokenizer to the folder of the model"
+            )
+        added = read_json(vocabulary).get("added_tokens", []) if vocabulary.is_file() else []
+        ids = {token["content"]: token["id"] for token in added}
+        names = [settings.get(f"image_{part}_token", f"[IMG_{part.upper()}]") for part in ("break", "end")]
+        if missing := [name for name in names if name not in ids]:
+            raise DataError(
+                f"{vocabulary} has no token {missing[0]}, which Mistral 3 writes after rows of an image; set "
+                "data.tokenizer to the folder of the model"
+            )
+        return ids[names[0]], ids[names[1]]
+
+    def tokens(self, grid: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
+        """Returns the token ids of an image, [tokens]: the image token for each feature, and the ends of rows in
+        Mistral 3."""
+        if self._row_ends is None:
+            return np.full(self.num_features(grid), self.image_token, np.int32)
+        rows, columns = (int(size) // self._merge_size for size in grid[1:])
+        tokens = np.full((rows, columns + 1), self.image_token, np.int32)
+        tokens[:, -1], tokens[-1, -1] = self._row_ends
+        return tokens.reshape(-1)
+
     def num_features(self, grid: Sequence[int] | NDArray[np.int64]) -> int:
-        """Returns the number of tokens that an image takes."""
+        """Returns the number of features of an image, each of which replaces the embedding of one token."""
         return math.prod(map(int, grid)) // self._merge_size**2
 
     def axes(self, ids: NDArray[np.integer[Any]], grids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -153,7 +190,9 @@ class ImageProcessor:
         """Computes the patches of an image from the content of its file; errors do not name the image."""
         processor = self._processor
         url = f"data:image/any;base64,{base64.b64encode(content).decode()}"
-        options = {} if set(self._limits.values()) == {None} else {"size": self._sizes(processor)}
+        options: dict[str, Any] = {} if set(self._limits.values()) == {None} else {"size": self._sizes(processor)}
+        if self._row_ends is not None:  # as PixtralProcessor does, so that rows and columns of features are whole
+            options["patch_size"] = self._vision.patch_size * self._merge_size
         try:
             # as in a conversation for AutoProcessor: the processor opens, turns and converts images in its own way
             outputs = processor(processor.fetch_images([url]), return_tensors="np", **options)
@@ -164,6 +203,8 @@ class ImageProcessor:
                 return self._patches_of_grid(outputs)
             case "gemma3":
                 return self._patches_of_square(outputs)
+            case "mistral3":
+                return self._patches_of_rows(np.asarray(outputs["pixel_values"], np.float32))
             case _:
                 assert_never(self._vision.kind)
 
@@ -185,8 +226,14 @@ class ImageProcessor:
                 f"{[channels, side * size, side * size]} and {self.num_features((1, side, side))}; set data.tokenizer "
                 "to the folder of the model"
             )
-        rows = pixels.reshape(channels, side, size, side, size).transpose(1, 3, 0, 2, 4)
-        return Patches(np.ascontiguousarray(rows.reshape(side**2, -1)), np.array([1, side, side]))
+        return self._patches_of_rows(pixels)
+
+    def _patches_of_rows(self, pixels: NDArray[np.float32]) -> Patches:
+        """Cuts one image, [1, channels, height, width], into patches, row by row."""
+        size, (_, channels, height, width) = self._vision.patch_size, pixels.shape
+        rows, columns = height // size, width // size
+        patches = pixels.reshape(channels, rows, size, columns, size).transpose(1, 3, 0, 2, 4)
+        return Patches(np.ascontiguousarray(patches.reshape(rows * columns, -1)), np.array([1, rows, columns]))
 
     def _num_tokens(self) -> int:
         """Returns the number of tokens that transformers' processor writes for an image."""

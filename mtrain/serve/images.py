@@ -56,7 +56,7 @@ class Interleaved:
 
 
 def written_out(parts: Mapping[str, Interleaved], given: GivenImages) -> list[NDArray[np.int32]]:
-    """Returns the tokens of each part with one for each feature of its images, in their places.
+    """Returns the tokens of each part with those of its images, in their places.
 
     Args:
         parts: Parts of a call, by their names in messages.
@@ -79,23 +79,24 @@ def written_out(parts: Mapping[str, Interleaved], given: GivenImages) -> list[ND
         text = part.tokens[: max((image.before for image in part.images), default=0)]
         if (text == processor.image_token).any():
             raise DataError(f"{name} has the image token {processor.image_token} in a text before an image; remove it")
-        counts = []
+        written = list[NDArray[np.int32]]()
         for number, image in enumerate(part.images):
             try:
                 patches = given.patches(image.content)
             except DataError as fault:
                 raise DataError(f"{name}: image {number} {fault}") from None
-            counts.append(processor.num_features(patches.grid))
+            written.append(processor.tokens(patches.grid))
+            taken = len(written[-1])
             num_bytes += patches.pixels.nbytes
-            if image.expected_tokens not in (None, counts[-1]):
+            if image.expected_tokens not in (None, taken):
                 raise DataError(
-                    f"{name}: image {number} takes {counts[-1]} tokens, but expected_tokens={image.expected_tokens}; "
+                    f"{name}: image {number} takes {taken} tokens, but expected_tokens={image.expected_tokens}; "
                     "send the right number, or leave it out"
                 )
             if num_bytes > _MOST_PATCH_BYTES:
                 raise DataError(
                     f"the images of this call have more than {_MOST_PATCH_BYTES} bytes of patches; send fewer at once"
                 )
-        places = np.repeat([image.before for image in part.images], counts).astype(np.int64)
-        result.append(np.insert(part.tokens, places, processor.image_token))
+        places = np.repeat([image.before for image in part.images], [*map(len, written)]).astype(np.int64)
+        result.append(np.insert(part.tokens, places, np.concatenate([part.tokens[:0], *written])))
     return result

@@ -133,11 +133,16 @@ class GivenImages:
                 f"{name} has the image token {vision.image_token} {len(at)} times, but its {len(patches)} image(s) "
                 f"take {total} tokens; repeat the token once for each feature, as the processor of transformers does"
             )
-        for number, run in enumerate(np.split(features, np.cumsum(counts)[:-1]) if counts else []):
-            if (np.diff(run) != 1).any():
-                raise _refused(f"{name}: other tokens interrupt those of image {number}; put its tokens side by side")
         if processor is None:
             return None
+        runs = np.split(features, np.cumsum(counts)[:-1])
+        for number, (run, patch) in enumerate(zip(runs, patches, strict=True)):
+            tokens = processor.tokens(patch.grid)
+            if not np.array_equal(ids[run[0] : run[0] + len(tokens)], tokens):
+                raise _refused(
+                    f"{name} does not have the {len(tokens)} tokens of image {number} side by side; write them as the "
+                    "processor of transformers does"
+                )
         text = ids.copy()
         text[rest] = -1
         return placed(text, patches, processor)

@@ -54,7 +54,7 @@ from mtrain.verify.parity import Progress, Request, device_for, refuse_without_r
 from mtrain.verify.planted.faults import planted
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.reference.aggregation import divisor, token_weights
-from mtrain.verify.reference.model.images import num_features
+from mtrain.verify.reference.model.images import places_of
 from mtrain.verify.reference.schedule import published_rate
 from mtrain.verify.reference.text import Picture, Rows, rows_of
 
@@ -193,7 +193,7 @@ def _images(pictures: Sequence[Picture], is_document: Tensor, vision: VisionSect
         return {}
     is_image = torch.zeros_like(is_document)
     for picture in pictures:
-        is_image[picture.start : picture.start + num_features(picture, vision)] = True
+        is_image[torch.from_numpy(places_of(picture, vision))] = True
     nothing = np.empty((0, vision.patch_elements), np.float32)
     pixels = torch.from_numpy(np.concatenate([nothing, *(picture.pixels for picture in pictures)]))
     grids = torch.tensor([[1, picture.rows, picture.columns] for picture in pictures])

@@ -23,6 +23,7 @@ GEMMA3: dict[str, Any] = {name: value for name, value in VISION.items() if name 
     "kind": "gemma3",
     "frames_per_patch": 1,
 }
+MISTRAL3: dict[str, Any] = GEMMA3 | {"kind": "mistral3", "num_positions": 1, "activation": "silu"}
 TRAINED = {"freeze_tower": False}
 ALONE = {"freeze_language_model": True}
 BALANCED = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "expert_bias": True, "bias_update_rate": 0.001}
@@ -97,6 +98,22 @@ def test_the_plan_names_each_learning_rate() -> None:
     own = config(model__vision=VISION | TRAINED | {"freeze_projector": False}, **rates)
     (line,) = [line for line in plan_lines(own, 1) if line.startswith("learning rates")]
     assert line.split(None, 2)[2] == "lr=0.001, tower_lr=1e-05, projector_lr=0.0002"
+
+
+@pytest.mark.parametrize(
+    ("named", "changes"),
+    [
+        ("num_positions=16", {"num_positions": 16}),
+        ("frames_per_patch=2", {"frames_per_patch": 2}),
+        ("rope_sections=[2, 1, 1]", {"rope_sections": (2, 1, 1)}),
+        ("deepstack=[0]", {"deepstack": (0,)}),
+        ("hidden_size=12", {"hidden_size": 12}),
+    ],
+)
+def test_what_mistral_3_does_not_have_is_refused_by_name(tmp_path: Any, named: str, changes: dict[str, Any]) -> None:
+    assert config(model__vision=MISTRAL3, model__sliding_window=8).model.vision is not None
+    (found,) = [line for line in messages(tmp_path, model__vision=MISTRAL3 | changes) if named in line]
+    check_message(found)
 
 
 @pytest.mark.parametrize("name", UNABLE)

@@ -102,7 +102,7 @@ def test_a_run_changes_what_it_trains(freezes: bool, folder: Path, pool: Pool, t
     transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts", "deepstack", "gemma3"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "deepstack", "deepstack experts", "gemma3", "mistral3"])
 def test_an_import_with_the_tower_comes_back_byte_for_byte(kind: Kind, tmp_path: Path) -> None:
     folder = saved(kind, tmp_path / "theirs")
     import_hf(folder, tmp_path / "ours", None, num_workers=1, with_vision=True)
@@ -201,7 +201,38 @@ def test_sections_that_do_not_fit_the_rotated_pairs_are_refused(folder: Path, tm
         described_model(tmp_path, with_vision=True)
 
 
-@pytest.mark.parametrize("name", ["mistral3", "qwen3", "gemma4-images"])
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({"projector_hidden_act": "silu"}, ("projector_hidden_act=", "gelu")),
+        ({"vision_feature_layer": -2}, ("vision_feature_layer=-2", "-1")),
+        ({"multimodal_projector_bias": True}, ("multimodal_projector_bias=True",)),
+        ({"vision_config": {"rope_parameters": {"rope_type": "axial", "rope_theta": 5.0}}}, ("rope_parameters",)),
+        ({"vision_config": {"rope_theta": 5.0}}, ("rope_theta=5.0",)),
+        ({"vision_config": {"hidden_size": 12}}, ("hidden_size=12", "num_attention_heads=2")),
+        ({"vision_config": {"window_size": 7}}, ("window_size=7",)),
+        ({"vision_config": {"model_type": "siglip"}}, ("siglip", "pixtral")),
+    ],
+)
+def test_a_tower_of_mistral_that_transformers_would_compute_otherwise_is_refused(
+    changes: dict[str, Any], facts: tuple[str, ...], tmp_path: Path
+) -> None:
+    described = content_of("mistral3")
+    vision = described["vision_config"] | changes.get("vision_config", {})
+    for each in ({"vision_config": vision}, {"image_token_index": 50}):
+        described |= each
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    if changes.keys() == {"vision_config"}:
+        with refuses(DataError, *facts):
+            described_model(tmp_path, with_vision=True)
+        return
+    assert described_model(tmp_path, with_vision=True).vision is not None
+    (tmp_path / "config.json").write_text(json.dumps(described | changes))
+    with refuses(DataError, *facts):
+        described_model(tmp_path, with_vision=True)
+
+
+@pytest.mark.parametrize("name", ["kimi-k2.5", "qwen3", "gemma4-images"])
 def test_a_model_whose_tower_cannot_be_trained_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content_of(name)))
     with refuses(DataError, "model.vision", str(content_of(name)["model_type"])):

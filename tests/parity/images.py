@@ -1,4 +1,4 @@
-"""Images of Qwen3.5 and Gemma 3: samples, and the oracle: a model of transformers in float64, one sample at a time."""
+"""Images in Qwen, Gemma 3, Mistral 3: samples, and the oracle, transformers in float64, one sample at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.arch.lr import learning_rate
@@ -153,14 +154,50 @@ def gemma3_config() -> Any:
     )
 
 
-Kind = Literal["dense", "experts", "deepstack", "deepstack experts", "gemma3"]
-"""Qwen3.5, Qwen3.5 with experts, Qwen3-VL, Qwen3-VL with experts, Gemma 3."""
+def mistral3_config() -> Any:
+    text = {name: value for name, value in _ATTENTION.items() if name != "rope_parameters"} | {
+        "model_type": "ministral3",
+        "pad_token_id": None,  # its row would have no gradient
+        "num_hidden_layers": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 300.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 7,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    }
+    tower = {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": _PATCH,
+    }
+    return transformers.Mistral3Config(
+        text_config=text,
+        vision_config=tower,
+        spatial_merge_size=_MERGE,
+        image_token_index=_IMAGE,
+        attn_implementation="eager",
+        tie_word_embeddings=False,
+    )
+
+
+Kind = Literal["dense", "experts", "deepstack", "deepstack experts", "gemma3", "mistral3"]
+"""Qwen3.5, Qwen3.5 with experts, Qwen3-VL, Qwen3-VL with experts, Gemma 3, Ministral 3."""
+WITH_AXES = ("dense", "experts", "deepstack", "deepstack experts")
+"""Kinds whose images have positions on three axes, and patches of two frames."""
 KINDS: dict[Kind, tuple[Any, Any]] = {
     "dense": (transformers.Qwen3_5ForConditionalGeneration, dense_config),
     "experts": (transformers.Qwen3_5MoeForConditionalGeneration, experts_config),
     "deepstack": (transformers.Qwen3VLForConditionalGeneration, deepstack_config),
     "deepstack experts": (transformers.Qwen3VLMoeForConditionalGeneration, deepstack_experts_config),
     "gemma3": (transformers.Gemma3ForConditionalGeneration, gemma3_config),
+    "mistral3": (transformers.Mistral3ForConditionalGeneration, mistral3_config),
 }
 """Classes of transformers, and their configurations."""
 _OF_TOWER = {
@@ -189,10 +226,10 @@ def model_of(kind: Kind) -> Any:
     of_kind, described = KINDS[kind]
     model = of_kind(described()).double()
     for name, parameter in model.named_parameters():
-        is_scale = "norm" in name and name.endswith("weight")
+        is_scale = ("norm" in name or "ln_pre" in name) and name.endswith("weight")
         # the others are stored minus 1
         plain = ("visual", "linear_attn", "vision_tower")
-        is_scale &= kind.startswith("deepstack") or any(part in name for part in plain)
+        is_scale &= kind.startswith(("deepstack", "mistral3")) or any(part in name for part in plain)
         torch.nn.init.normal_(parameter, mean=1.0 if is_scale else 0.0, std=0.1)
     return model
 
@@ -273,17 +310,27 @@ def drawn(layout: Layout, seed: int, lengths: Sequence[int] = (SEQ,), kind: Kind
     return [_sample(rng, pictures, lengths[slot % len(lengths)], kind) for slot, pictures in enumerate(layout)]
 
 
+def _tokens(picture: Picture, kind: Kind) -> NDArray[np.int64]:
+    """Returns the token ids of an image."""
+    rows, columns = picture.rows // _MERGE, picture.columns // _MERGE
+    if kind != "mistral3":
+        return np.full(rows * columns, _IMAGE)
+    # a token after each row of features, and another after the last
+    tokens = np.full((rows, columns + 1), _IMAGE)
+    tokens[:, -1], tokens[-1, -1] = _START, _END
+    return tokens.reshape(-1)
+
+
 def _sample(rng: np.random.Generator, pictures: Sequence[Picture], length: int, kind: Kind) -> Any:
-    length = max([length, *(picture.start + picture.num_tokens + 1 for picture in pictures)])
+    length = max([length, *(picture.start + len(_tokens(picture, kind)) + 1 for picture in pictures)])
     ids = rng.integers(0, _IMAGE, length + 1)
-    places, axes = np.full(length + 1, -1), np.repeat(np.arange(length + 1)[:, None], 3, axis=1)
-    num_features = 0
+    axes = np.repeat(np.arange(length + 1)[:, None], 3, axis=1)
     for picture in pictures:
-        start, end = picture.start, picture.start + picture.num_tokens
-        ids[start:end] = _IMAGE
-        places[start:end] = np.arange(num_features, num_features + picture.num_tokens)
-        num_features += picture.num_tokens
-        if kind == "gemma3":  # tokens of an image count like text
+        tokens = _tokens(picture, kind)
+        start, end = picture.start, picture.start + len(tokens)
+        assert not (ids[start:end] == _IMAGE).any(), "images overlap"
+        ids[start:end] = tokens
+        if kind not in WITH_AXES:  # tokens of an image count like text
             continue
         # rows and columns of an image count from the position after the text, and so does the text after the longer one
         at = axes[start, 0]
@@ -291,6 +338,7 @@ def _sample(rng: np.random.Generator, pictures: Sequence[Picture], length: int, 
         axes[start:end] = at + grid
         following = at + max(picture.rows, picture.columns) // _MERGE
         axes[end:] = (following + np.arange(length + 1 - end))[:, None]
+    places = np.where(ids == _IMAGE, np.cumsum(ids == _IMAGE) - 1, -1)
     mask = (rng.random(length) < 0.6) * rng.choice([1.0, 0.5], length)
     mask[places[1:] >= 0] = 0.0  # no placeholder is predicted
     sample = shifted(ids, mask)
@@ -300,7 +348,7 @@ def _sample(rng: np.random.Generator, pictures: Sequence[Picture], length: int, 
     return replace(
         sample,
         images=SampleImages(
-            pixels=rng.normal(size=(num_patches, 3 * (1 if kind == "gemma3" else 2) * _PATCH**2)).astype(np.float32),
+            pixels=rng.normal(size=(num_patches, 3 * (2 if kind in WITH_AXES else 1) * _PATCH**2)).astype(np.float32),
             grids=np.array([[1, picture.rows, picture.columns] for picture in pictures]),
             places=places[:-1],
             axes=axes[:-1],
@@ -400,19 +448,25 @@ def _differentiated(model: Any, batch: GlobalBatch) -> float:
 
 def score(model: Any, sample: Any) -> Any:
     """Sums the log-probabilities of a sample's labels, times their weights."""
-    images, is_gemma = sample.images, model.config.model_type == "gemma3"
-    is_image = np.zeros(len(sample.tokens), np.bool_) if images is None else images.places >= 0
-    given: dict[str, Any] = {
-        "token_type_ids" if is_gemma else "mm_token_type_ids": torch.from_numpy(is_image).int()[None]
-    }
-    if images is not None and is_gemma:
-        given["pixel_values"] = _whole(torch.from_numpy(images.pixels).double(), len(images.grids))
-    elif images is not None:
-        given["pixel_values"] = torch.from_numpy(images.pixels).double()
-        given["image_grid_thw"] = torch.from_numpy(images.grids)
+    given = seen(model.config.model_type, sample.images, len(sample.tokens))
     logits = model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False, **given).logits[0]
     losses = F.cross_entropy(logits, torch.from_numpy(sample.labels), reduction="none")
     return -(losses * torch.from_numpy(sample.mask)).sum()
+
+
+def seen(kind: str, images: SampleImages | None, length: int) -> dict[str, Any]:
+    """Returns what a model of this type reads besides ids."""
+    is_image = np.zeros(length, np.bool_) if images is None else images.places >= 0
+    given: dict[str, Any] = {}
+    if kind != "mistral3":
+        given["token_type_ids" if kind == "gemma3" else "mm_token_type_ids"] = torch.from_numpy(is_image).int()[None]
+    if images is not None and kind in ("gemma3", "mistral3"):
+        given["pixel_values"] = _whole(torch.from_numpy(images.pixels).double(), images.grids[:, 1:].tolist())
+        given |= {"image_sizes": torch.from_numpy(images.grids[:, 1:] * _PATCH)} if kind == "mistral3" else {}
+    elif images is not None:
+        given["pixel_values"] = torch.from_numpy(images.pixels).double()
+        given["image_grid_thw"] = torch.from_numpy(images.grids)
+    return given
 
 
 def differentiated(kind: Kind, loss_of: Callable[[Any], Tensor]) -> tuple[float, Arrays]:
@@ -423,12 +477,12 @@ def differentiated(kind: Kind, loss_of: Callable[[Any], Tensor]) -> tuple[float,
     return loss.item(), _ours({name: each.grad for name, each in model.named_parameters()}, kind)
 
 
-def _whole(patches: Tensor, count: int) -> Tensor:
-    """Joins square images, [images, 3, height, width], from their patches, row by row."""
-    side = round((len(patches) / count) ** 0.5)
-    images = torch.empty(count, 3, side * _PATCH, side * _PATCH, dtype=patches.dtype)
-    for number, patch in enumerate(patches):
-        image, place = divmod(number, side**2)
-        top, left = _PATCH * (place // side), _PATCH * (place % side)
-        images[image, :, top : top + _PATCH, left : left + _PATCH] = patch.view(3, _PATCH, _PATCH)
+def _whole(patches: Tensor, grids: Sequence[Sequence[int]]) -> Tensor:
+    """Joins images, [images, 3, height, width], from their patches, row by row; pads the smaller ones."""
+    height, width = (max(sizes) * _PATCH for sizes in zip(*grids, strict=True))
+    images = torch.zeros(len(grids), 3, height, width, dtype=patches.dtype)
+    for image, (_, columns), own in zip(images, grids, torch.split(patches, [r * c for r, c in grids]), strict=True):
+        for number, patch in enumerate(own):
+            top, left = _PATCH * (number // columns), _PATCH * (number % columns)
+            image[:, top : top + _PATCH, left : left + _PATCH] = patch.view(3, _PATCH, _PATCH)
     return images

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtrain import arch
-from mtrain.arch.features.vision import kept_patch_elements, passing_patch_elements
+from mtrain.arch.features.vision import PROJECTOR, kept_patch_elements, passing_patch_elements
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.config.schema.vision import VisionSection
@@ -18,7 +18,7 @@ from mtrain.plan.search.cost import Workload, step_cost
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster, gpu_named
 from mtrain.plan.search.search import search
 from tests.config.samples import config
-from tests.config.test_vision import VISION
+from tests.config.test_vision import MISTRAL3, VISION
 from tests.parity.images import Picture, drawn
 from tests.plan.allocations import Allocations
 from tests.plan.memory_ranks import measured_with
@@ -34,6 +34,8 @@ TOWER: dict[str, Any] = VISION | {
     "freeze_tower": False,
     "freeze_projector": False,
 }
+HIDDEN = 64
+"""Width of the language model."""
 FROZEN = {"freeze_tower": True, "freeze_projector": True}
 CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
     "all": (Layout(), TOWER | {"deepstack": (0, 1)}, {}),
@@ -62,34 +64,37 @@ def test_the_memory_of_a_tower_is_what_its_patches_take(name: str, pool: Pool) -
     assert text.activations_bytes < estimate.activations_bytes or vision["freeze_tower"], "random tokens have no images"
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3"])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_patch_takes_what_transformers_saves_for_it(seed: int) -> None:
+def test_a_patch_takes_what_transformers_saves_for_it(seed: int, kind: str) -> None:
     draw = random.Random(seed)
     num_layers, heads, head_dim = draw.randint(1, 4), draw.randint(2, 4), draw.choice((48, 64))
+    layers = sorted(draw.sample(range(num_layers - 1), draw.randint(0, num_layers - 1)))
     section = VisionSection.model_validate(
-        VISION
+        (MISTRAL3 if kind == "mistral3" else VISION)
         | {
             "num_layers": num_layers,
             "hidden_size": heads * head_dim,
             "ffn_hidden_size": draw.randint(100, 999),
             "num_attention_heads": heads,
-            "deepstack": sorted(draw.sample(range(num_layers - 1), draw.randint(0, num_layers - 1))),
+            "deepstack": layers if kind == "qwen3_vl" else (),
             "freeze_tower": seed % 3 == 1,
             "freeze_projector": seed % 3 == 2,
         }
     )
     dtype = draw.choice((torch.float32, torch.bfloat16))
-    tower = built_tower(section, 64).to(dtype)
+    tower, is_half = built_tower(section, HIDDEN, 1e-5).to(dtype), dtype.itemsize < 4
     for name, parameter in tower.named_parameters():
-        is_merger = name.startswith(("merger", "deepstack_merger_list"))
-        parameter.requires_grad_(not (section.freeze_projector if is_merger else section.freeze_tower))
-    beside = saved_bytes(tower, section) / 160 - kept_patch_elements(section) * dtype.itemsize
-    # both cosines in float32; statistics of norms and attention, and weights of positions
-    assert 0 <= beside <= 2 * head_dim * 4 + 40 * (num_layers + 2)
+        parameter.requires_grad_(not (section.freeze_projector if name.startswith(PROJECTOR) else section.freeze_tower))
+    beside = saved_bytes(tower, section) / 160 - kept_patch_elements(section, HIDDEN, is_half) * dtype.itemsize
+    # both cosines in float32; statistics of norms and attention, and weights of positions; a mask of each image
+    mask = (96**2 + 64**2) / 160 * dtype.itemsize if kind == "mistral3" else 0
+    assert 0 <= beside <= 2 * head_dim * 4 + 40 * (num_layers + 2) + mask
     tower.requires_grad_(False)
     with Allocations() as passing:
         tower(*inputs(section))
-    expected = 160 * passing_patch_elements(section, is_half=dtype.itemsize < 4) * dtype.itemsize
+    num_passing = 96 if kind == "mistral3" else 160  # which has one image at a time
+    expected = num_passing * passing_patch_elements(section, is_half) * dtype.itemsize
     assert passing.peak == pytest.approx(expected, rel=0.25)
 
 

@@ -31,7 +31,7 @@ class Vision(Feature):
             "ffn_hidden_size": 24,
             "num_attention_heads": 2,
             "patch_size": 2,
-            "num_positions": 16 if model.vision.fixed_side is None else 36,
+            "num_positions": min(model.vision.num_positions, 16 if model.vision.fixed_side is None else 36),
             "merge_size": 2,
             "image_token": 0,
             # one, since the first stage may have one layer
@@ -52,6 +52,8 @@ def tower_shapes(vision: VisionSection, hidden_size: int) -> dict[str, Sizes]:
             return _qwen3_vl_shapes(vision, hidden_size)
         case "gemma3":
             return _gemma3_shapes(vision, hidden_size)
+        case "mistral3":
+            return _mistral3_shapes(vision, hidden_size)
         case _:
             assert_never(vision.kind)
 
@@ -99,6 +101,32 @@ def _gemma3_shapes(vision: VisionSection, hidden_size: int) -> dict[str, Sizes]:
     )
 
 
+def _mistral3_shapes(vision: VisionSection, hidden_size: int) -> dict[str, Sizes]:
+    width, wide, tower, projector = (
+        vision.hidden_size,
+        vision.ffn_hidden_size,
+        "vision_tower.",
+        "multi_modal_projector.",
+    )
+    shapes: dict[str, Sizes] = {
+        f"{tower}patch_conv.weight": (width, vision.num_channels, *[vision.patch_size] * 2),
+        f"{tower}ln_pre.weight": (width,),
+    }
+    for layer in range(vision.num_layers):
+        block = f"{tower}transformer.layers.{layer}."
+        shapes[f"{block}attention_norm.weight"] = (width,)
+        shapes |= {f"{block}feed_forward.{name}_proj.weight": (wide, width) for name in ("gate", "up")}
+        shapes[f"{block}feed_forward.down_proj.weight"] = (width, wide)
+        shapes |= {f"{block}attention.{name}_proj.weight": (width, width) for name in "kvqo"}
+        shapes[f"{block}ffn_norm.weight"] = (width,)
+    return shapes | {
+        f"{projector}norm.weight": (width,),
+        f"{projector}patch_merger.merging_layer.weight": (width, vision.patches_per_feature * width),
+        f"{projector}linear_1.weight": (hidden_size, width),
+        f"{projector}linear_2.weight": (hidden_size, hidden_size),
+    }
+
+
 def num_tower_parameters(vision: VisionSection | None, hidden_size: int) -> int:
     """Counts the parameters of a tower; 0 without one."""
     return 0 if vision is None else sum(map(prod, tower_shapes(vision, hidden_size).values()))
@@ -141,33 +169,69 @@ def projections(vision: VisionSection, hidden_size: int) -> list[tuple[int, int]
             return (1 + len(vision.deepstack)) * [(merged, merged), (hidden_size, merged)]
         case "gemma3":
             return [(hidden_size, vision.hidden_size)]
+        case "mistral3":
+            width = vision.hidden_size
+            return [(width, vision.patches_per_feature * width), (hidden_size, width), (hidden_size, hidden_size)]
         case _:
             assert_never(vision.kind)
 
 
-def kept_patch_elements(vision: VisionSection) -> int:
+def layer_matrices(vision: VisionSection) -> list[tuple[int, int]]:
+    """Returns the rows and columns of each matrix of a layer of the tower."""
+    width, wide = vision.hidden_size, vision.ffn_hidden_size
+    return [(3 * width, width), (width, width), *_num_up(vision) * [(wide, width)], (width, wide)]
+
+
+def _num_up(vision: VisionSection) -> int:
+    """Counts the projections to the width of the feed-forward part, which a gate adds one to."""
+    return 2 if vision.kind == "mistral3" else 1
+
+
+def kept_patch_elements(vision: VisionSection, hidden_size: int, is_half: bool) -> int:
     """Returns the elements per patch that a forward pass of the tower saves for its backward pass; parts below the
     first trained one save nothing.
 
-    Measured on the modules of transformers, without statistics of norms and attention, and the cosines of positions.
+    Measured on the modules of transformers, without statistics of norms and attention, masks, and the cosines of
+    positions.
     """
     width, num_mergers = vision.hidden_size, 1 + len(vision.deepstack)
+    layers = vision.num_layers * kept_layer_elements(vision, is_half)
+    if vision.kind == "mistral3":
+        if vision.freeze_tower and vision.freeze_projector:
+            return 0
+        per_feature = hidden_size  # the input of the activation
+        if not vision.freeze_projector:  # inputs of three projections, and what a norm multiplies by its weight
+            per_feature += (1 + 2 * vision.patches_per_feature) * width + hidden_size
+        projector = per_feature // vision.patches_per_feature
+        # both sides of the first norm, and the input of the projector's; both inputs in float32
+        around = (5 if is_half else 3) * width + vision.patch_elements
+        return projector if vision.freeze_tower else around + layers + projector
     # of each merger: inputs of its norm, of both projections and of the activation
     mergers = (2 if vision.freeze_projector else 4) * width * num_mergers
     if vision.freeze_tower:
         return 0 if vision.freeze_projector else mergers
     # the next layer saves the input of a deeper merger's norm anyway
     mergers -= width * len(vision.deepstack)
-    # of each layer: inputs of both norms and three projections, queries, keys and values before and after rotation, and
-    # the output of attention; both sides of the activation
-    layers = vision.num_layers * (11 * width + 2 * vision.ffn_hidden_size)
     return vision.patch_elements + layers + mergers
 
 
+def kept_layer_elements(vision: VisionSection, is_half: bool) -> int:
+    """Returns the elements per patch that a layer of the tower saves for its backward pass."""
+    width, wide = vision.hidden_size, vision.ffn_hidden_size
+    if vision.kind == "mistral3":
+        # of each norm its input, in float32, and what it multiplies by its weight; inputs of three projections;
+        # queries, keys and values, and the output of attention, which is an input; a gate and its product
+        return (12 if is_half else 10) * width + 4 * wide
+    # inputs of both norms and three projections, queries, keys and values before and after rotation, and the output of
+    # attention; both sides of the activation
+    return 11 * width + 2 * wide
+
+
 def passing_patch_elements(vision: VisionSection, is_half: bool) -> int:
-    """Returns the largest number of elements per patch that exist only during a layer; rotation is in float32."""
-    width = vision.hidden_size
-    return max(2 * vision.ffn_hidden_size + 6 * width, (21 if is_half else 11) * width)
+    """Returns the largest number of elements per patch that exist only during a layer; rotation is in float32, except
+    in Mistral 3."""
+    width, is_wider = vision.hidden_size, is_half and vision.kind != "mistral3"
+    return max((1 + _num_up(vision)) * vision.ffn_hidden_size + 6 * width, (21 if is_wider else 11) * width)
 
 
 def _merger(name: str, normed: int, merged: int, hidden_size: int) -> dict[str, Sizes]:

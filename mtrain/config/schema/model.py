@@ -306,13 +306,13 @@ class ModelSection(Section):
             yield f"vision.image_token={vision.image_token} must be below vocab_size={self.vocab_size}; change it"
         unable = {
             "mla": self.mla is not None,
-            "sliding_window": self.sliding_window is not None and not vision.bidirectional,
+            "sliding_window": self.sliding_window is not None and vision.rope_sections is not None,
             "delta_net": self.delta_net is not None and vision.bidirectional,
             "global_attention": self.global_attention is not None and vision.bidirectional,
             "layer_pattern": self.layer_pattern is not None,
             "num_labels": self.num_labels is not None,
             "mtp_depths": self.mtp_depths > 0,
-            "rope.attention_temperature": self.rope.attention_temperature > 0,
+            "rope.attention_temperature": self.rope.attention_temperature > 0 and vision.rope_sections is not None,
         }
         for name in (name for name, holds in unable.items() if holds):
             yield f"{name} cannot be combined with model.vision; remove one of them"

@@ -9,7 +9,7 @@ from pydantic import Field
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section
 
-TowerKind = Literal["qwen3_vl", "gemma3"]
+TowerKind = Literal["qwen3_vl", "gemma3", "mistral3"]
 
 
 class VisionSection(Section):
@@ -19,7 +19,7 @@ class VisionSection(Section):
     kind: TowerKind = "qwen3_vl"
     """Tower and projector. qwen3_vl: those of Qwen3-VL and Qwen3.5, for images of any size; tokens have positions of
     time, height and width. gemma3: SigLIP and averages of patches, for images of one size, whose tokens see each other
-    both ways."""
+    both ways. mistral3: Pixtral and the projector of Mistral 3, for images of any size; tokens count like text."""
     num_layers: Annotated[int, bounds.LAYERS] = Field(gt=0)
     """Number of layers of the tower."""
     hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
@@ -38,12 +38,12 @@ class VisionSection(Section):
     """Number m: m x m neighbouring patches become one feature."""
     num_positions: Annotated[int, bounds.POSITIONS] = Field(gt=0)
     """Number of rows in the table of positions, a square grid. qwen3_vl interpolates it for each image; gemma3 resizes
-    each image to it."""
-    activation: Literal["gelu", "gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    each image to it; mistral3 has no table, hence 1."""
+    activation: Literal["gelu", "gelu_pytorch_tanh", "silu"] = "gelu_pytorch_tanh"
     """Activation of the tower's feed-forward part."""
     rope_sections: tuple[int, int, int] | None = None
     """Numbers of pairs of a head in the language model that rotate with time, height and width; the axes alternate.
-    null, for gemma3: an image's tokens count like text."""
+    null, for gemma3 and mistral3: an image's tokens count like text."""
     deepstack: tuple[int, ...] = ()
     """Layers of the tower, counted from 0 and ascending, whose merged outputs are added to the hidden states of image
     tokens after the first layers of the language model, one after each (DeepStack); empty: none."""
@@ -88,6 +88,8 @@ class VisionSection(Section):
                 yield from self._broken_rules_of_qwen()
             case "gemma3":
                 yield from self._broken_rules_of_gemma()
+            case "mistral3":
+                yield from self._broken_rules_of_mistral()
             case _:
                 assert_never(self.kind)
         side = round(self.num_positions**0.5)
@@ -100,22 +102,34 @@ class VisionSection(Section):
             )
 
     def _broken_rules_of_qwen(self) -> Iterator[str]:
-        if self.hidden_size % (4 * self.num_attention_heads):
-            yield (
-                f"hidden_size={self.hidden_size} must be a multiple of 4 x num_attention_heads="
-                f"{self.num_attention_heads}, since rows and columns each rotate pairs of a head; change one of them"
-            )
+        yield from self._uneven_heads()
         if self.rope_sections is None:
             yield "rope_sections is missing; give the numbers of pairs for time, height and width"
         elif min(self.rope_sections) < 0:
             yield f"rope_sections={list(self.rope_sections)} must be at least 0; change them"
 
-    def _broken_rules_of_gemma(self) -> Iterator[str]:
+    def _uneven_heads(self) -> Iterator[str]:
+        if self.hidden_size % (4 * self.num_attention_heads):
+            yield (
+                f"hidden_size={self.hidden_size} must be a multiple of 4 x num_attention_heads="
+                f"{self.num_attention_heads}, since rows and columns each rotate pairs of a head; change one of them"
+            )
+
+    def _without_axes(self) -> Iterator[str]:
         if self.frames_per_patch != 1:
-            yield f"frames_per_patch={self.frames_per_patch} must be 1 for kind=gemma3; change it"
+            yield f"frames_per_patch={self.frames_per_patch} must be 1 for kind={self.kind}; change it"
         for name, value in {"rope_sections": self.rope_sections, "deepstack": self.deepstack}.items():
             if value:
-                yield f"{name}={list(value)} has no meaning for kind=gemma3; remove it"
+                yield f"{name}={list(value)} has no meaning for kind={self.kind}; remove it"
+
+    def _broken_rules_of_mistral(self) -> Iterator[str]:
+        yield from self._uneven_heads()
+        yield from self._without_axes()
+        if self.num_positions != 1:
+            yield f"num_positions={self.num_positions} must be 1 for kind=mistral3, which has no table; change it"
+
+    def _broken_rules_of_gemma(self) -> Iterator[str]:
+        yield from self._without_axes()
         if self.hidden_size % self.num_attention_heads:
             yield (
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}; "

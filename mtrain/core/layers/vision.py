@@ -37,7 +37,7 @@ class VisionTower(MegatronModule, Remembering):
         self._in_training = groups.collection.tp_cp if config.sequence_parallel else groups.cp
         self._in_generation = groups.tp if config.sequence_parallel else None
         self._sharing: dist.ProcessGroup | None = self._in_training
-        self.tower = built_tower(section, hidden_size)
+        self.tower = built_tower(section, hidden_size, config.layernorm_epsilon)
         self.to(config.params_dtype)
         for name, parameter in self.tower.named_parameters():
             is_projector = name.startswith(PROJECTOR)
@@ -171,8 +171,13 @@ class _Connected(torch.autograd.Function):
         return (*gradients, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors))
 
 
-def built_tower(section: VisionSection, hidden_size: int) -> nn.Module:
+def built_tower(section: VisionSection, hidden_size: int, norm_epsilon: float) -> nn.Module:
     """Builds transformers' tower in float32 on the CPU, with biases of 0 and norms of 1.
+
+    Args:
+        section: Sizes of the tower.
+        hidden_size: Width of the language model.
+        norm_epsilon: Epsilon of the language model's norms, which the projector of Mistral 3 takes.
 
     Raises:
         ConfigError: transformers is not installed, or too old.
@@ -186,6 +191,8 @@ def built_tower(section: VisionSection, hidden_size: int) -> nn.Module:
                     tower = _qwen3_vl(section, hidden_size)
                 case "gemma3":
                     tower = Gemma3Tower(section, hidden_size)
+                case "mistral3":
+                    tower = Mistral3Tower(section, hidden_size, norm_epsilon)
                 case _:
                     assert_never(section.kind)
     except ImportError as fault:
@@ -271,3 +278,45 @@ class Gemma3Tower(nn.Module):
         images = patches.permute(0, 3, 1, 4, 2, 5).flatten(2, 3).flatten(3, 4)
         hidden = self.vision_tower(pixel_values=images).last_hidden_state
         return TowerOutput(self.multi_modal_projector(hidden).flatten(0, 1))
+
+
+class Mistral3Tower(nn.Module):
+    """Pixtral and the projector of Mistral 3, both modules of transformers."""
+
+    def __init__(self, section: VisionSection, hidden_size: int, norm_epsilon: float) -> None:
+        super().__init__()
+        from transformers.models.mistral3.configuration_mistral3 import Mistral3Config
+        from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
+        from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel
+
+        self._shape = (section.num_channels, section.patch_size, section.patch_size)
+        tower = {
+            "model_type": "pixtral",
+            "num_hidden_layers": section.num_layers,
+            "hidden_size": section.hidden_size,
+            "intermediate_size": section.ffn_hidden_size,
+            "num_attention_heads": section.num_attention_heads,
+            "num_channels": section.num_channels,
+            "patch_size": section.patch_size,
+            "hidden_act": section.activation,
+        }
+        config = Mistral3Config(
+            text_config={"model_type": "mistral", "hidden_size": hidden_size, "rms_norm_eps": norm_epsilon},
+            vision_config=tower,
+            spatial_merge_size=section.merge_size,
+        )
+        self.vision_tower = PixtralVisionModel._from_config(config.vision_config, dtype=torch.float32)
+        self.multi_modal_projector = Mistral3MultiModalProjector(config)
+
+    def forward(self, pixels: Tensor, grid_thw: Tensor) -> TowerOutput:
+        """Returns the features of images from their patches, [patches, elements], row by row."""
+        grids, features = grid_thw.tolist(), []
+        _, height, width = self._shape
+        # one image at a time, since transformers would compute all scores between patches of different images
+        for patches, (_, rows, columns) in zip(torch.split(pixels, grid_thw.prod(dim=1).tolist()), grids):
+            # [rows, columns, channels, height, width] of patches to [channels, height, width] of the image
+            image = patches.view(rows, columns, *self._shape).permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
+            sizes = [(rows * height, columns * width)]
+            hidden = self.vision_tower(pixel_values=image[None], image_sizes=sizes).last_hidden_state
+            features.append(self.multi_modal_projector(hidden.squeeze(0), sizes))
+        return TowerOutput(torch.cat(features))

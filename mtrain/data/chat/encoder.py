@@ -403,7 +403,7 @@ class _Format:
 def with_features(
     ids: NDArray[np.int32], weights: NDArray[np.float32], images: Sequence[EncodedImage], processor: ImageProcessor
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Repeats the token of each image once for each feature, with a weight of 0 in the loss."""
+    """Replaces the token of each image by all tokens of the image, with a weight of 0 in the loss."""
     is_image = ids == processor.image_token
     if is_image.sum() != len(images):
         raise DataError(
@@ -412,9 +412,12 @@ def with_features(
         )
     if len(ids) and is_image[-1]:
         raise DataError("ends with an image, after which nothing is predicted; remove it")
+    tokens = [processor.tokens(image.grid) for image in images]
     counts = np.ones(len(ids), np.int64)
-    counts[is_image] = [processor.num_features(image.grid) for image in images]
-    return np.repeat(ids, counts), np.repeat(np.where(is_image, np.float32(0), weights), counts)
+    counts[is_image] = [len(each) for each in tokens]
+    result, of_images = np.repeat(ids, counts), np.repeat(is_image, counts)
+    result[of_images] = np.concatenate([np.empty(0, np.int32), *tokens])
+    return result, np.repeat(np.where(is_image, np.float32(0), weights), counts)
 
 
 def token_weights(encoded: EncodedText, weighed: Sequence[Weighed]) -> NDArray[np.float32]:

@@ -19,9 +19,12 @@ def spans(cache: TokenCache, index: int, processor: ImageProcessor) -> NDArray[n
     if cache.images is None:
         return np.empty((0, 2), np.int64)
     tokens = np.flatnonzero(cache.ids(index) == processor.image_token)
-    counts = [processor.num_features(grid) for grid in cache.images.grids[cache.images.of_sample(index)]]
-    ends = np.cumsum(counts, dtype=np.int64)
-    return np.stack([tokens[ends - counts], tokens[ends - 1] + 1], axis=1) if counts else np.empty((0, 2), np.int64)
+    grids = cache.images.grids[cache.images.of_sample(index)]
+    if not len(grids):
+        return np.empty((0, 2), np.int64)
+    counts = [processor.num_features(grid) for grid in grids]
+    starts = tokens[np.cumsum([0, *counts[:-1]], dtype=np.int64)]
+    return np.stack([starts, starts + [len(processor.tokens(grid)) for grid in grids]], axis=1)
 
 
 def outside(spans: NDArray[np.int64], cut: int, to: Literal["earlier", "later"]) -> int:

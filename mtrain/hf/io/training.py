@@ -147,8 +147,21 @@ def image_inputs(vision: VisionSection, is_image: Tensor, pixels: Tensor, grids:
             whole = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(grids), -1, side * size, side * size)
             # which rows of text need too, in training
             return {"token_type_ids": is_image.int(), **({"pixel_values": whole} if len(grids) else {})}
+        case "mistral3":
+            return _sized_images(vision, pixels, grids) if len(grids) else {}
         case _:
             assert_never(vision.kind)
+
+
+def _sized_images(vision: VisionSection, pixels: Tensor, grids: Tensor) -> dict[str, Tensor]:
+    """Returns images of different sizes, padded with zeros to the largest, and their sizes."""
+    sizes, shape = grids[:, 1:] * vision.patch_size, (vision.num_channels, vision.patch_size, vision.patch_size)
+    whole = pixels.new_zeros(len(grids), vision.num_channels, *sizes.max(dim=0).values.tolist())
+    parts = torch.split(pixels, grids.prod(dim=1).tolist())
+    for image, patches, (height, width), (_, rows, columns) in zip(whole, parts, sizes.tolist(), grids.tolist()):
+        own = patches.view(rows, columns, *shape).permute(2, 0, 3, 1, 4).reshape(-1, height, width)
+        image[:, :height, :width] = own
+    return {"pixel_values": whole, "image_sizes": sizes}
 
 
 @torch.no_grad()

@@ -69,6 +69,23 @@ _SIGLIP = _Fields(
     ("model_type", "hidden_act", "image_size", "vision_use_head"),
 )
 
+_BASE = {"rope_theta": 10000.0}
+_PIXTRAL = _Fields(
+    {
+        "num_hidden_layers": ("num_layers", 24),
+        "hidden_size": ("hidden_size", 1024),
+        "intermediate_size": ("ffn_hidden_size", 4096),
+        "num_attention_heads": ("num_attention_heads", 16),
+        "num_channels": ("num_channels", 3),
+        "patch_size": ("patch_size", 16),
+    },
+    {"attention_dropout": 0.0, **_BASE},
+    # transformers computes head_dim from the sizes, and rotates images of any size
+    ("model_type", "hidden_act", "image_size", "head_dim", "initializer_range", "rope_parameters"),
+)
+_OF_PROJECTOR = {"projector_hidden_act": "gelu", "vision_feature_layer": -1, "multimodal_projector_bias": False}
+"""Field of Mistral 3 -> the only value that is supported, which is the default."""
+
 
 def vision_of(config: Mapping[str, Any], text: Mapping[str, Any], family: TrainedTower) -> dict[str, Any]:
     """Returns the keys of `model.vision` for a config.json; `text` has the fields of its text model.
@@ -88,6 +105,8 @@ def vision_of(config: Mapping[str, Any], text: Mapping[str, Any], family: Traine
             fields = _of_qwen3_vl(config, tower, text, family)
         case "gemma3":
             fields = _of_gemma3(config, tower, family)
+        case "mistral3":
+            fields = _of_mistral3(config, tower, family)
         case _:
             assert_never(family.kind)
     return {"kind": family.kind, "activation": needed_value(tower, "hidden_act", str, "gelu_pytorch_tanh"), **fields}
@@ -132,6 +151,28 @@ def _of_gemma3(config: Mapping[str, Any], tower: Mapping[str, Any], family: Trai
     return sizes | {
         "num_positions": side**2,
         "merge_size": side // isqrt(tokens),
+        "frames_per_patch": 1,
+        "image_token": needed_value(config, name, int, family.image_token),
+    }
+
+
+def _of_mistral3(config: Mapping[str, Any], tower: Mapping[str, Any], family: TrainedTower) -> dict[str, Any]:
+    sizes = _PIXTRAL.read(tower)
+    # transformers reads the type "default" as "axial"
+    if tower.get("rope_parameters") not in (None, *({"rope_type": kind} | _BASE for kind in ("axial", "default"))):
+        raise DataError(
+            f"config.json: {VISION}.rope_parameters={shown(tower['rope_parameters'])} is not supported in a vision "
+            f"tower, but {shown({'rope_type': 'axial'} | _BASE)} is needed"
+        )
+    for field, needed in _OF_PROJECTOR.items():
+        if (value := config.get(field, needed)) != needed or isinstance(value, bool) != isinstance(needed, bool):
+            raise DataError(f"config.json: {field}={shown(value)} is not supported, but {needed} is needed")
+    # transformers 5.24 reads either name
+    name = "image_token_id" if "image_token_id" in config else "image_token_index"
+    return sizes | {
+        "activation": needed_value(tower, "hidden_act", str, "gelu"),
+        "num_positions": 1,
+        "merge_size": needed_value(config, "spatial_merge_size", int, 2),
         "frames_per_patch": 1,
         "image_token": needed_value(config, name, int, family.image_token),
     }

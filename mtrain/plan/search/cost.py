@@ -21,7 +21,7 @@ from mtrain.arch.activations import FP32_BYTES, element_bytes
 from mtrain.arch.adapters import trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS, kinds
 from mtrain.arch.features.feature import LayerPart, RankParameters, hidden_local, once_a_model
-from mtrain.arch.features.vision import patches_of_tokens, projections
+from mtrain.arch.features.vision import kept_layer_elements, layer_matrices, patches_of_tokens, projections
 from mtrain.arch.flops import merger_passes, mfu, num_attended_pairs, run_flops_per_token, sees_everything
 from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.arch.memory import own_shard, root_elements, trained_parameters
@@ -189,14 +189,13 @@ def _add_tower(time: StepTime, work: Workload) -> None:
     if vision is None or of_row == 0:
         return
     patches = config.train.micro_batch_size * of_row / work.layout.num_sharing_images
-    width, wide = vision.hidden_size, vision.ffn_hidden_size
-    sizes = ((3 * width, width), (width, width), (wide, width), (width, wide))
-    blocks = sum(product_seconds(work, patches, rows, depth) for rows, depth in sizes)
+    blocks = sum(product_seconds(work, patches, rows, depth) for rows, depth in layer_matrices(vision))
     features = patches / vision.patches_per_feature
     sizes_of_projector = projections(vision, config.model.hidden_size)
     mergers = sum(product_seconds(work, features, rows, depth) for rows, depth in sizes_of_projector)
-    attention = 2 * 2 * width * patches * of_image / (work.flops * gpu.attention_efficiency)
-    moved = TOUCHES * patches * (11 * width + 2 * wide) * work.element_bytes
+    attention = 2 * 2 * vision.hidden_size * patches * of_image / (work.flops * gpu.attention_efficiency)
+    kept = kept_layer_elements(vision, is_half=work.element_bytes < FP32_BYTES)
+    moved = TOUCHES * patches * kept * work.element_bytes
     passes = 1 + 2 * (not vision.freeze_tower)
     time.matrices += passes * vision.num_layers * blocks
     time.matrices += merger_passes(vision) * mergers

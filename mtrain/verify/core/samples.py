@@ -27,6 +27,7 @@ from mtrain.data.encoding.plain import tokens_sample
 from mtrain.data.loader import Given, RowPlan, RowsOfRank, Slots, StepLoader
 from mtrain.data.samples.sft import sample_of_record
 from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk
+from mtrain.verify.reference.model.images import places_of
 from mtrain.verify.reference.policy import EXTRAS
 from mtrain.verify.reference.text import Picture, Text
 
@@ -189,9 +190,9 @@ def _images_of(text: Text, vision: VisionSection) -> SampleImages | None:
     for picture in text.pictures:
         height, width = picture.rows // vision.merge_size, picture.columns // vision.merge_size
         count = height * width
-        span, after = slice(picture.start, picture.start + count), slice(picture.start + count, length)
-        places[span] = np.arange(count) + places.max() + 1
+        places[places_of(picture, vision)] = np.arange(count) + places.max() + 1
         if vision.rope_sections is not None:
+            span, after = slice(picture.start, picture.start + count), slice(picture.start + count, length)
             axes[span] = axes[picture.start] + np.indices((1, height, width)).reshape(3, -1).T
             axes[after][starts[after] == starts[picture.start]] -= count - max(height, width)
         grids.append([1, picture.rows, picture.columns])
@@ -322,12 +323,13 @@ class HardBatch:
                 rows, columns = rng.integers(1, 4, 2)
                 if vision.fixed_side is not None:
                     rows = columns = vision.fixed_side // vision.merge_size
-                if start + rows * columns >= end:
+                count = int(rows * (columns + 1 if vision.kind == "mistral3" else columns))
+                if start + count >= end:
                     break
                 sizes = rows * columns * vision.patches_per_feature, vision.patch_elements
                 pixels = rng.standard_normal(sizes, np.float32)
                 yield Picture(start, int(rows) * vision.merge_size, int(columns) * vision.merge_size, pixels)
-                start += int(rows * columns + rng.integers(1, _MOST_BEFORE_IMAGE))
+                start += count + int(rng.integers(1, _MOST_BEFORE_IMAGE))
 
     def _extras(self, slot: int, size: int) -> dict[str, NDArray[np.float64]]:
         """Draws the extras of a sample.

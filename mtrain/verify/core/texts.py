@@ -152,10 +152,10 @@ class _Reader:
             return
         places, begin = np.flatnonzero(sample.ids == self._images.image_token), 0
         for image in sample.images:
-            (_, rows, columns), end = image.grid, begin + self._images.num_features(image.grid)
+            (_, rows, columns), start = image.grid, int(places[begin])
             pixels = self._images.patches(image.content).pixels
-            yield Picture(int(places[begin]), rows, columns, pixels), int(places[end - 1]) + 1
-            begin = end
+            yield Picture(start, rows, columns, pixels), start + len(self._images.tokens(image.grid))
+            begin += self._images.num_features(image.grid)
 
 
 def _is_plain(record: dict[str, Any], data: SftSection) -> bool:

@@ -32,7 +32,8 @@ from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Picture:
-    """Image in a sample: takes one token for each merge x merge patches, from `start` on."""
+    """Image in a sample: takes one token for each merge x merge patches, from `start` on, and another after each row of
+    them in Mistral 3."""
 
     start: int
     rows: int
@@ -40,7 +41,7 @@ class Picture:
     columns: int
     pixels: NDArray[np.float32]
     """Flattened patches, [rows x columns, elements of a patch], ordered by blocks of merge x merge patches, or row by
-    row for Gemma 3."""
+    row for Gemma 3 and Mistral 3."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from mtrain.arch import Work, flops_of_step
-from mtrain.arch.features.vision import num_frozen_parameters, num_tower_parameters, tower_shapes
+from mtrain.arch.features.vision import PROJECTOR, num_frozen_parameters, num_tower_parameters, tower_shapes
 from mtrain.base.errors import DataError
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.vision import VisionSection
@@ -51,9 +51,22 @@ def test_every_image_has_one_rank_and_no_rank_much_more_work(patches: list[int],
     assert max(loads) - min(patches[image] for image in shares[heaviest]) <= min(loads)
 
 
-@pytest.mark.parametrize("vision", [VISION, GEMMA3], ids=lambda each: each.kind)
+MISTRAL3 = VisionSection.model_validate(
+    VISION.model_dump() | {"kind": "mistral3", "rope_sections": None, "num_positions": 1, "frames_per_patch": 1}
+)
+
+
+def test_shapes_of_mistral_3_are_those_of_transformers() -> None:
+    tower = built_tower(MISTRAL3, 32, 1e-5)
+    assert tower_shapes(MISTRAL3, 32) == {name: tuple(each.shape) for name, each in tower.named_parameters()}
+    norms = [each for each in tower.parameters() if each.ndim == 1]
+    assert len(norms) == 2 + 2 * MISTRAL3.num_layers
+    assert all(torch.equal(each, torch.ones_like(each)) for each in norms)
+
+
+@pytest.mark.parametrize("vision", [VISION, GEMMA3, MISTRAL3], ids=lambda each: each.kind)
 def test_shapes_are_those_of_the_tower_of_transformers(vision: VisionSection) -> None:
-    tower = built_tower(vision, 32)
+    tower = built_tower(vision, 32, 1e-5)
     assert tower_shapes(vision, 32) == {name: tuple(each.shape) for name, each in tower.named_parameters()}
     assert num_tower_parameters(vision, 32) == sum(each.numel() for each in tower.parameters())
     assert num_tower_parameters(None, 32) == num_frozen_parameters(None, 32) == 0
@@ -66,7 +79,7 @@ def test_shapes_are_those_of_the_tower_of_transformers(vision: VisionSection) ->
     scales = {name: each for name, each in tower.named_parameters() if "norm" in name and name.endswith("weight")}
     assert scales
     for name, each in scales.items():  # the projector of Gemma 3 multiplies by 1 + weight
-        assert set(each.tolist()) == {0.0 if name.startswith("multi_modal_projector.") else 1.0}, name
+        assert set(each.tolist()) == {0.0 if name.startswith("multi_modal_projector.mm_") else 1.0}, name
 
 
 def test_equal_axes_are_one_position_to_the_bit() -> None:
@@ -164,7 +177,7 @@ def test_a_model_of_text_refuses_images() -> None:
 def test_flops_of_the_tower_of_gemma_3_are_those_that_torch_counts(frozen: tuple[str, ...]) -> None:
     update = {name: name in frozen for name in ("freeze_tower", "freeze_projector")}
     vision = GEMMA3.model_copy(update=update)
-    tower: Any = built_tower(vision, 32)
+    tower: Any = built_tower(vision, 32, 1e-5)
     tower.vision_tower.set_attn_implementation("eager")
     for name, parameter in tower.named_parameters():
         is_projector = name.startswith("multi_modal_projector.")
@@ -175,24 +188,29 @@ def test_flops_of_the_tower_of_gemma_3_are_those_that_torch_counts(frozen: tuple
     assert flops_of_step(model, Work(0, 0, 0, 0, 72, 2 * 36**2)) == counter.get_total_flops() > 0
 
 
-@pytest.mark.parametrize("deepstack", [(), (0,)], ids=["one merger", "deeper features"])
+@pytest.mark.parametrize("given", [{}, {"deepstack": (0,)}, MISTRAL3.model_dump()], ids=["one", "deeper", "mistral3"])
 @pytest.mark.parametrize("frozen", [(), ("freeze_tower",), ("freeze_projector",), ("freeze_tower", "freeze_projector")])
-def test_flops_of_the_tower_are_those_that_torch_counts(frozen: tuple[str, ...], deepstack: tuple[int, ...]) -> None:
+def test_flops_of_the_tower_are_those_that_torch_counts(frozen: tuple[str, ...], given: dict[str, Any]) -> None:
     names = ("freeze_tower", "freeze_projector")
-    update = {name: name in frozen for name in names} | {"deepstack": deepstack}
-    vision = VISION.model_copy(update=update)
-    tower: Any = built_tower(vision, 32)
-    tower.set_attn_implementation("eager")  # of whose products torch counts every one
+    update = {name: name in frozen for name in names}
+    vision = VISION.model_copy(update=given | update)
+    tower: Any = built_tower(vision, 32, 1e-5)
+    for module in tower.modules():
+        if hasattr(module, "set_attn_implementation"):
+            module.set_attn_implementation("eager")  # of whose products torch counts every one
     for name, parameter in tower.named_parameters():
-        parameter.requires_grad_(not update["freeze_projector" if "merger" in name else "freeze_tower"])
+        parameter.requires_grad_(not update["freeze_projector" if name.startswith(PROJECTOR) else "freeze_tower"])
     grids = [[1, 4, 6], [1, 2, 2], [1, 8, 4]]
-    images = MicrobatchImages(torch.zeros(60, 96), torch.tensor(grids), torch.zeros(1, 1), torch.zeros(1, 1, 3))
+    images = MicrobatchImages(
+        torch.zeros(60, vision.patch_elements), torch.tensor(grids), torch.zeros(1, 1), torch.zeros(1, 1, 3)
+    )
     with FlopCounterMode(display=False) as counter:
         output = tower(images.pixels, grid_thw=images.grids)
         features = sum(each.sum() for each in (output.pooler_output, *output.deepstack_features))
         if features.requires_grad:
             features.backward()
     counts = token_counts([replace(collate([[Sample(*np.ones((3, 4)))]], FORM, None), images=images)])
-    model = config(model__hidden_size=32, model__vision=vision.model_copy(update={"rope_sections": (1, 1, 0)})).model
+    sections = {"rope_sections": None if vision.kind == "mistral3" else (1, 1, 0)}
+    model = config(model__hidden_size=32, model__vision=vision.model_copy(update=sections)).model
     work = Work(0, 0, 0, 0, counts.patches, counts.patch_pairs)
     assert flops_of_step(model, work) == counter.get_total_flops() > 0

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.data.images.cases import VISION_TOKENS, picture, write_vision_folder
+from tests.data.images.test_mistral3 import IMAGE, write_mistral3
 from tests.parity.images import KINDS, Kind
 
 ROLES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
@@ -18,17 +19,22 @@ ROLES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "vide
 
 def write_model(folder: Path, kind: Kind = "dense") -> Path:
     """Writes a small model with drawn weights, its tokenizer, template and processor."""
-    write_vision_folder(folder)
+    if kind == "mistral3":
+        write_mistral3(folder)
+    else:
+        write_vision_folder(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model_class, described = KINDS[kind]
     config = described()
     config.text_config.vocab_size = tokenizer.get_vocab_size() + 2
-    for role, text in zip(ROLES, VISION_TOKENS):
+    roles = dict(zip(ROLES, VISION_TOKENS)) if kind != "mistral3" else {"image_token_id": IMAGE}
+    for role, text in roles.items():
         setattr(config, role, tokenizer.token_to_id(text))
     torch.manual_seed(5)
     model = model_class(config)
     for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name and name.endswith("weight") else 0.0, std=0.1)
+        is_scale = ("norm" in name or "ln_pre" in name) and name.endswith("weight")
+        torch.nn.init.normal_(parameter, mean=1.0 if is_scale else 0.0, std=0.1)
     model.save_pretrained(folder)
     return folder
 

@@ -6,7 +6,6 @@ import random
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from mtrain.core.batch.sample import HERE, TokenizedSample
 from mtrain.data.encoding.compared import PreferenceEncoder
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sft import RowLimit, TooLong
-from tests.data.images import test_image_samples
 from tests.data.images.cases import picture, processor_of
 from tests.data.images.conftest import MakeEncoder
 from tests.data.images.test_image_samples import PARTS, Part, PartsEncoder, cache_of, check_piece, spans_of
@@ -126,8 +124,7 @@ def test_no_cut_of_a_pair_is_inside_an_image(
 ) -> None:
     samples = [[*parts, 1] for parts in samples]  # the answer, which has no image
     processor = processor_of(vision_folder)
-    with mock.patch.object(test_image_samples, "PartsEncoder", PromptEncoder):
-        cache = cache_of(tmp_path_factory.mktemp("cache"), samples, processor)
+    cache = cache_of(tmp_path_factory.mktemp("cache"), samples, processor, PromptEncoder)
     records = [cache.read(number) for number in range(len(samples))]
     count = len(samples) // (2 if compares == "pairs" else 1)
     try:

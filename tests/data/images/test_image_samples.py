@@ -58,12 +58,14 @@ class PartsEncoder:
         return TokenizedSample(values, weights, images=tuple(images))
 
 
-def cache_of(folder: Path, samples: list[list[Part]], processor: ImageProcessor) -> TokenCache:
+def cache_of(
+    folder: Path, samples: list[list[Part]], processor: ImageProcessor, encoder: type[PartsEncoder] = PartsEncoder
+) -> TokenCache:
     """Tokenises samples."""
     path = folder / "a.jsonl"
     path.write_text("".join(json.dumps({"parts": parts}) + "\n" for parts in samples))
     return token_cache(
-        EncodingJob(tuple(record_files(str(path))), partial(PartsEncoder, processor)), "", CacheOptions(folder)
+        EncodingJob(tuple(record_files(str(path))), partial(encoder, processor)), "", CacheOptions(folder)
     )
 
 

@@ -27,6 +27,7 @@ from tests.parity.images import (
     SQUARES,
     Exact,
     Kind,
+    Picture,
     differentiated,
     drawn,
     exact,
@@ -50,7 +51,9 @@ def steps(kind: Kind = "dense") -> list[Any]:
     """Draws a step of many images, and one with a single image, of whose rows other ranks have none."""
     if kind == "gemma3":
         return [drawn(SQUARES, 1, LENGTHS, kind), drawn(ONE_SQUARE, 2, LENGTHS, kind)]
-    return [drawn(MIXED, 1, LENGTHS), drawn(ONE, 2, LENGTHS)]
+    # transformers 5.24 fails on a sample of Mistral 3 with a single feature
+    mixed = [[Picture(3, 2, 4)] if each == [Picture(3, 2, 2)] and kind == "mistral3" else each for each in MIXED]
+    return [drawn(mixed, 1, LENGTHS, kind), drawn(ONE, 2, LENGTHS, kind)]
 
 
 def config_of(each: Case, kind: Kind, vision: dict[str, bool], **changes: Any) -> Config:
@@ -190,6 +193,14 @@ def test_images_that_see_only_the_past_are_found(pool: Pool) -> None:
     fault = "images-see-only-the-past"
     outcome = pool.run(train_with, each.resolved(config), fault, config, initial("gemma3"), steps("gemma3"))[0]
     assert max(measured(outcome, reference("gemma3", tuple(TRAINED.items())), config)) > 100 * TOLERANCE
+
+
+MISTRAL3_CASES = [case(4, num_layers=2), case(4, num_layers=2, tp=2, sp=True, cp=2), case(4, num_layers=2, pp=2, dp=2)]
+
+
+@pytest.mark.parametrize("each", MISTRAL3_CASES, ids=map(str, MISTRAL3_CASES))
+def test_images_of_rows_that_end_in_tokens_are_those_of_mistral_3(pool: Pool, each: Case) -> None:
+    assert_exact(pool, each, kind="mistral3")
 
 
 def test_a_rank_without_images_joins_reductions_that_overlap_backward(pool: Pool) -> None:
@@ -417,7 +428,7 @@ def test_frequencies_of_the_tower_are_not_rounded(pool: Pool, precision: str) ->
     assert config.model.vision is not None
     found, dtypes = pool.run(frequencies, Layout(), config)[0]
     assert dtypes == {"torch.float32" if precision == "fp32" else "torch.bfloat16"}
-    expected = [buffer.numpy() for buffer in built_tower(config.model.vision, config.model.hidden_size).buffers()]
+    expected = [buffer.numpy() for buffer in built_tower(config.model.vision, config.model.hidden_size, 1e-5).buffers()]
     assert len(found) == len(expected) > 0
     assert all(
         np.array_equal(one, other) and one.dtype == other.dtype for one, other in zip(found, expected, strict=True)

@@ -177,7 +177,7 @@ def test_images_that_do_not_fit_are_refused(pool: Pool, folders: dict[Kind, Path
         (Datum(one.ids), ("image token", "0 image(s)")),
         (Datum(short, images=one.images), ("image token", "1 image(s)")),
         (Datum([*one.ids, token], images=one.images), ("image token",)),
-        (Datum(between, images=one.images), ("interrupt", "image 0")),
+        (Datum(between, images=one.images), ("side by side", "image 0")),
         (Datum(one.ids, images=[b"nothing"]), ("sample 0: image 0", "cannot be read")),
         (Datum(one.ids, images=["nowhere.png"]), ("image 0", "nowhere.png")),
         (Datum(one.ids, images=[{"url": "https://a.b/c.png"}]), ("downloaded",)),

@@ -31,7 +31,7 @@ from tests.data.images.cases import judge_of, picture
 from tests.data.images.models import loaded, write_model, write_records
 from tests.messages import refuses
 from tests.parity.cases import Case, case
-from tests.parity.images import Kind, Picture, drawn, initial, knobs, model_of
+from tests.parity.images import Kind, Picture, drawn, initial, knobs, model_of, seen
 from tests.pool import Pool
 from tests.training.one_process import train_fresh
 from tests.training.sampling import image_ranks
@@ -43,37 +43,26 @@ PICTURES = [
     [],
     [Picture(1, 2, 2), Picture(10, 4, 4)],
     [Picture(0, 4, 4)],  # begins with an image
-    [Picture(3, 8, 2), Picture(8, 2, 12)],  # another direction each
+    [Picture(3, 8, 4), Picture(16, 2, 12)],  # another direction each
 ]
 LENGTHS = (14, 7, 17, 9, 20)
 
 
 @cache
-def prompts() -> tuple[list[list[int]], list[SampleImages | None]]:
-    samples = [drawn([pictures], seed, [length])[0] for seed, (pictures, length) in enumerate(zip(PICTURES, LENGTHS))]
+def prompts(kind: Kind = "dense") -> tuple[list[list[int]], list[SampleImages | None]]:
+    drawings = enumerate(zip(PICTURES, LENGTHS))
+    samples = [drawn([pictures], seed, [length], kind)[0] for seed, (pictures, length) in drawings]
     return [sample.tokens.tolist() for sample in samples], [sample.images for sample in samples]
-
-
-def inputs_of(ids: Sequence[int], images: SampleImages | None) -> dict[str, Any]:
-    """Returns a prompt as transformers takes it."""
-    kinds = torch.zeros(1, len(ids), dtype=torch.int32)
-    given: dict[str, Any] = {"input_ids": torch.tensor([list(ids)]), "mm_token_type_ids": kinds}
-    if images is not None:
-        given["mm_token_type_ids"] = torch.from_numpy(images.places >= 0).int()[None]
-        given |= {
-            "pixel_values": torch.from_numpy(images.pixels).double(),
-            "image_grid_thw": torch.from_numpy(images.grids),
-        }
-    return given
 
 
 @cache
 def expected(kind: Kind) -> list[tuple[list[int], list[float]]]:
     """Answers greedily by transformers in float64: tokens and their log-probabilities."""
-    found = []
-    for ids, images in zip(*prompts()):
-        theirs = model_of(kind).generate(
-            **inputs_of(ids, images),
+    found, model = [], model_of(kind)
+    for ids, images in zip(*prompts(kind)):
+        theirs = model.generate(
+            torch.tensor([ids]),
+            **seen(model.config.model_type, images, len(ids)),
             max_new_tokens=NEW,
             do_sample=False,
             eos_token_id=None,
@@ -106,6 +95,7 @@ LAYOUTS: list[tuple[Case, Kind, int]] = [
     (case(4, num_layers=2, tp=2, sp=True, cp=2), "dense", 1),
     (case(4, num_layers=2, tp=2, sp=True, ep=2), "experts", 64),
     (case(4, num_layers=2, dp=2, ep=2), "experts", 3),
+    (case(4, num_layers=2, tp=2, sp=True, cp=2), "mistral3", 64),
     (case(4, num_layers=3), "deepstack", 64),
     (case(4, num_layers=2, dp=2, ep=2), "deepstack experts", 64),
     (case(4, num_layers=2, dp=2, shard="weights"), "dense", 2),
@@ -120,7 +110,7 @@ LAYOUTS: list[tuple[Case, Kind, int]] = [
 )
 def test_greedy_answers_to_images_are_those_of_transformers(pool: Pool, each: Case, kind: Kind, slots: int) -> None:
     config = config_of(each, kind)
-    found = pool.run(image_ranks.answers, each.resolved(config), config, initial(kind), prompts(), GREEDY, slots)
+    found = pool.run(image_ranks.answers, each.resolved(config), config, initial(kind), prompts(kind), GREEDY, slots)
     assert all(one == found[0] for one in found)
     assert_as_expected(found[0], kind)
 

@@ -23,7 +23,7 @@ from mtrain.verify.parity import Request
 from mtrain.verify.preempt import small_run
 from mtrain.verify.resume.run import planned
 from tests.config.samples import content
-from tests.config.test_vision import GEMMA3, VISION
+from tests.config.test_vision import GEMMA3, MISTRAL3, VISION
 from tests.recipes import NAMES, shipped
 from tests.verify.core.user_data import write_data_of
 
@@ -63,7 +63,7 @@ SPECIAL: dict[str, list[Any]] = {
     "model.delta_net": [
         {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8, "full_attention_every": 2}
     ],
-    "model.vision": [VISION, VISION | {"freeze_tower": False}, GEMMA3],
+    "model.vision": [VISION, VISION | {"freeze_tower": False}, GEMMA3, MISTRAL3],
     "model.global_attention": [{"head_dim": 16, "num_query_groups": 2}],
     "model.megatron": [{"no_rope_freq": 4}, {"deterministic_mode": True}],
     "model.mtp_depths": [1],

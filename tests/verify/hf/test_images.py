@@ -52,8 +52,9 @@ def report_of(pool: Any, config: Config, layouts: str, fault: str | None = None)
         ("dense", TRAINED, {"packing": {"batch": "sequences"}}, "cp2"),
         # rows end before images that do not fit
         ("deepstack", {"freeze_projector": False}, {"seq_length": 40, "too_long": "split"}, "tp2sp"),
+        ("mistral3", TRAINED, {"packing": {"batch": "sequences"}}, "cp2"),
     ],
-    ids=["dense", "deepstack"],
+    ids=["dense", "deepstack", "mistral3"],
 )
 def test_steps_with_images_are_those_of_transformers(
     pool: Any, tmp_path: Path, kind: Kind, vision: dict[str, bool], data: dict[str, Any], layouts: str

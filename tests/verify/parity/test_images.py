@@ -9,7 +9,7 @@ import pytest
 from mtrain.config import Config
 from mtrain.verify.core.ranks import Pool
 from tests.config.samples import config
-from tests.config.test_vision import GEMMA3, VISION
+from tests.config.test_vision import GEMMA3, MISTRAL3, VISION
 from tests.fault_table import Notice
 from tests.verify.parity.checks import check
 
@@ -56,6 +56,13 @@ def test_images_whose_tokens_see_each_other_are_exact(pool: Pool, changes: dict[
     report = check(pool, settings, layouts, num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     assert any(name.startswith("vision.vision_tower.") for name in report.tensors)
+
+
+def test_images_of_mistral_3_are_exact(pool: Pool) -> None:
+    settings = config(model__num_layers=2, model__vision=MISTRAL3 | TRAINED, model__sliding_window=7)
+    report = check(pool, settings, "tp2spcp2mbs2", num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    assert any(name.startswith("vision.multi_modal_projector.") for name in report.tensors)
 
 
 SHARED, DATA, ALONE = "cp2mbs8", "dp2mbs4", "mbs4"

@@ -131,6 +131,13 @@ MISTRAL3 = in_tower(
         unread="""image_token_index image_token_id multimodal_projector_bias projector_hidden_act spatial_merge_size
             vision_feature_layer""",
         other_types=("ministral3",),
+        trained=TrainedTower(
+            ("pixtral",),
+            image_token=10,
+            kind="mistral3",
+            # as published, and as in memory
+            prefixes=tuple((part, (part, f"model.{part}")) for part in ("vision_tower.", "multi_modal_projector.")),
+        ),
     ),
 )
 QWEN2 = Family(

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, assert_never
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.config.schema.model import ModelSection
@@ -31,17 +33,19 @@ def scaled_like(name: str) -> str:
 def tower_of(model: ModelSection) -> Any:
     """Returns the module of a model's tower; its own weights are not used."""
     assert model.vision is not None, "called for a model with a tower"
-    return _tower(model.vision.model_dump_json(), model.hidden_size)
+    return _tower(model.vision.model_dump_json(), model.hidden_size, model.norm_epsilon)
 
 
 @lru_cache(maxsize=2)
-def _tower(section: str, hidden_size: int) -> Any:
+def _tower(section: str, hidden_size: int, norm_epsilon: float) -> Any:
     vision = VisionSection.model_validate_json(section)
     match vision.kind:
         case "qwen3_vl":
             return _qwen3_vl(vision, hidden_size)
         case "gemma3":
             return _gemma3(vision, hidden_size)
+        case "mistral3":
+            return _mistral3(vision, hidden_size, norm_epsilon)
         case _:
             assert_never(vision.kind)
 
@@ -75,6 +79,29 @@ def _gemma3(vision: VisionSection, hidden_size: int) -> Any:
     return torch.nn.ModuleDict(parts)
 
 
+def _mistral3(vision: VisionSection, hidden_size: int, norm_epsilon: float) -> Any:
+    from transformers import Mistral3Config, PixtralVisionModel
+    from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
+
+    tower = {
+        "model_type": "pixtral",
+        "num_hidden_layers": vision.num_layers,
+        "hidden_size": vision.hidden_size,
+        "hidden_act": vision.activation,
+        "intermediate_size": vision.ffn_hidden_size,
+        "num_attention_heads": vision.num_attention_heads,
+        "num_channels": vision.num_channels,
+        "patch_size": vision.patch_size,
+    }
+    text = {"model_type": "mistral", "hidden_size": hidden_size, "rms_norm_eps": norm_epsilon}
+    config = Mistral3Config(text_config=text, vision_config=tower, spatial_merge_size=vision.merge_size)
+    parts = {
+        "vision_tower": PixtralVisionModel(config.vision_config),
+        "multi_modal_projector": Mistral3MultiModalProjector(config),
+    }
+    return torch.nn.ModuleDict(parts)
+
+
 def _qwen3_vl(vision: VisionSection, hidden_size: int) -> Any:
     from transformers import Qwen3VLVisionConfig, Qwen3VLVisionModel
 
@@ -96,9 +123,12 @@ def _qwen3_vl(vision: VisionSection, hidden_size: int) -> Any:
     )
 
 
-def num_features(picture: Picture, vision: VisionSection) -> int:
-    """Counts the tokens that an image takes."""
-    return picture.rows * picture.columns // vision.merge_size**2
+def places_of(picture: Picture, vision: VisionSection) -> NDArray[np.int64]:
+    """Returns the positions of an image's features in its row, [features]."""
+    height, width = picture.rows // vision.merge_size, picture.columns // vision.merge_size
+    step = width + 1 if vision.kind == "mistral3" else width  # a token follows each row of features
+    places: NDArray[np.int64] = picture.start + np.add.outer(step * np.arange(height), np.arange(width)).ravel()
+    return places
 
 
 def with_features(
@@ -114,9 +144,9 @@ def with_features(
     for row, pictures in enumerate(rows.pictures):
         for picture in pictures:
             found = _features(tower, weights, picture, model.vision)
-            end = picture.start + num_features(picture, model.vision)
+            places = torch.from_numpy(places_of(picture, model.vision)).to(embedded.device)
             for target, features in zip([result, *deep], found, strict=True):
-                target[row, picture.start : end] = features
+                target[row, places] = features
     return result, deep
 
 
@@ -129,23 +159,34 @@ def _features(tower: Any, weights: Mapping[str, Tensor], picture: Picture, visio
             grid = torch.tensor([[1, picture.rows, picture.columns]], device=device)
             output = torch.func.functional_call(tower, dict(weights), (pixels,), {"grid_thw": grid})
             return [output.pooler_output, *output.deepstack_features]
+        case "mistral3":
+            image = _joined(pixels, picture, vision)
+            sizes = [tuple(image.shape[1:])]
+            hidden = _called("vision_tower", tower, weights, image[None], sizes).last_hidden_state[0]
+            return [_called("multi_modal_projector", tower, weights, hidden, sizes)]
         case "gemma3":
-            size = vision.patch_size
-            image = torch.empty(vision.num_channels, picture.rows * size, picture.columns * size, device=device)
-            for number, patch in enumerate(pixels):
-                row, column = divmod(number, picture.columns)
-                place = (slice(row * size, (row + 1) * size), slice(column * size, (column + 1) * size))
-                image[:, *place] = patch.view(vision.num_channels, size, size)
+            image = _joined(pixels, picture, vision)
             hidden = _called("vision_tower", tower, weights, image[None]).last_hidden_state
             return [_called("multi_modal_projector", tower, weights, hidden)[0]]
         case _:
             assert_never(vision.kind)
 
 
-def _called(part: str, tower: Any, weights: Mapping[str, Tensor], values: Tensor) -> Any:
+def _joined(patches: Tensor, picture: Picture, vision: VisionSection) -> Tensor:
+    """Returns an image, [channels, height, width], from its patches, row by row."""
+    size = vision.patch_size
+    image = torch.empty(vision.num_channels, picture.rows * size, picture.columns * size, device=patches.device)
+    for number, patch in enumerate(patches):
+        row, column = divmod(number, picture.columns)
+        place = (slice(row * size, (row + 1) * size), slice(column * size, (column + 1) * size))
+        image[:, *place] = patch.view(vision.num_channels, size, size)
+    return image
+
+
+def _called(part: str, tower: Any, weights: Mapping[str, Tensor], values: Tensor, *more: Any) -> Any:
     prefix = f"{part}."
     own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-    return torch.func.functional_call(tower[part], own, (values.to(next(iter(own.values())).dtype),))
+    return torch.func.functional_call(tower[part], own, (values.to(next(iter(own.values())).dtype), *more))
 
 
 def numbers_of_images(rows: Rows, vision: VisionSection) -> Tensor:
@@ -153,7 +194,7 @@ def numbers_of_images(rows: Rows, vision: VisionSection) -> Tensor:
     numbers = torch.full_like(rows.positions, -1)
     for row, pictures in enumerate(rows.pictures):
         for number, picture in enumerate(pictures):
-            numbers[row, picture.start : picture.start + num_features(picture, vision)] = number
+            numbers[row, torch.from_numpy(places_of(picture, vision)).to(numbers.device)] = number
     return numbers
 
 
@@ -162,7 +203,7 @@ def axes_of(rows: Rows, vision: VisionSection) -> Tensor:
     axes = rows.positions.unsqueeze(-1).repeat(1, 1, 3)
     for row, pictures in enumerate(rows.pictures):
         for picture in pictures:
-            end = picture.start + num_features(picture, vision)
+            end = int(places_of(picture, vision)[-1]) + 1
             first = int(axes[row, picture.start, 0])
             height, width = picture.rows // vision.merge_size, picture.columns // vision.merge_size
             for number in range(height * width):
