@@ -258,6 +258,7 @@ _NAMES: dict[Kind, str] = {
     "deepstack": "Qwen3-VL",
     "deepstack experts": "Qwen3-VL with experts",
     "gemma3": "Gemma 3",
+    "mistral3": "Ministral 3",
 }
 TABLE: list[tuple[str, Case, Kind, dict[str, bool], dict[str, Any]]] = [
     *((_NAMES["dense"], each, "dense", TRAINED, {}) for each in CASES),
@@ -272,6 +273,7 @@ TABLE: list[tuple[str, Case, Kind, dict[str, bool], dict[str, Any]]] = [
         (f"{_NAMES['gemma3']}{', packed' if changes else ''}", each, "gemma3", TRAINED, changes)
         for each, changes in GEMMA3_CASES
     ),
+    *((_NAMES["mistral3"], each, "mistral3", TRAINED, {}) for each in MISTRAL3_CASES),
     *(
         (f"{_NAMES[kind]}, {'tower' if vision == TOWER_ALONE else 'projector'} alone", each, kind, vision, changes)
         for each, kind, vision, changes in ALONE_CASES

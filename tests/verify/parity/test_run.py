@@ -351,7 +351,7 @@ def mtrain(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_the_names_of_the_faults_are_listed_one_a_line() -> None:
     done = mtrain("--list-injections")
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) == 7
+    assert len(done.stdout.splitlines()) == 9
     assert "microbatch-means" in done.stdout.splitlines()
 
 
