@@ -93,11 +93,6 @@ class GivenImages:
             raise _refused(
                 f"there are images for {len(images)} prompts, but {len(prompts)} prompts; give a list for each"
             )
-        if self._model.vision is not None and self._model.vision.bidirectional and any(images):
-            raise _refused(
-                "model.vision.kind=gemma3 does not generate from prompts with images, whose tokens see each other both "
-                "ways; use transformers on the export, or leave the images out"
-            )
         found = []
         for number, (prompt, own) in enumerate(zip(prompts, images)):
             name = f"prompt {number}"
