@@ -4,6 +4,7 @@ The environment has the dependencies of the one that runs the tests, so nothing 
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.base.errors import SITE
 from tests.hf.folders import save
 from tests.paths import ROOT
 
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "mtrain", "configs", "launch", "examples")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "mtrain", "configs", "launch", "examples")
 """Sources of a wheel."""
 RUN = """
 run: {dir: runs/first}
@@ -75,7 +77,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, folder)
-    environment = os.environ | {"PIP_NO_INDEX": "1"}
+    environment = os.environ | {"PIP_NO_INDEX": "1", SITE: "https://example.org/mtrain/"}
     line = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", "."]
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=_PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -121,6 +123,20 @@ def test_the_wheel_holds_all_that_the_package_has(wheel: Path) -> None:
     assert held == package
     assert any("/templates/" in name for name in held), "pages are made of them"
     assert {"mtrain/py.typed", "mtrain/_share/configs/model/tiny.yaml", "mtrain/_share/launch/slurm.sbatch"} <= held
+
+
+def test_links_of_the_package_on_an_index_lead_to_the_site(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as content:
+        (metadata,) = (name for name in content.namelist() if name.endswith(".dist-info/METADATA"))
+        text = content.read(metadata).decode()
+    assert "Description-Content-Type: text/markdown" in text
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith("https://")] == []
+    for link in (link for link in links if "example.org" in link):
+        page = link.removeprefix("https://example.org/mtrain/").partition("#")[0]
+        file = ROOT / "docs" / page
+        assert file.with_suffix(".md").exists() if page.endswith(".html") else file.exists(), link
 
 
 def test_the_program_is_the_one_of_the_wheel(installed: Installed) -> None:
