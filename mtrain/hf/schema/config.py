@@ -225,6 +225,8 @@ class Rope(Entry):
     is_scaled: bool = True
     unread: tuple[str, ...] = ()
     """Rotary parameters that only concern images; an export keeps them."""
+    needs_scaling: bool = False
+    """Whether transformers 4 looks for `unread` in rope_scaling, and fails without it."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -273,7 +275,12 @@ class Rope(Entry):
         return changes | written_rope({}, model.rope) if is_unscaled else changes
 
     def older(self, config: dict[str, Any]) -> dict[str, Any]:
-        return older_rope(config.get("rope_parameters"), type_name=self.older_type)
+        parameters = config.get("rope_parameters") or {}
+        fields = older_rope(parameters, type_name=self.older_type)
+        if self.needs_scaling and parameters and fields["rope_scaling"] is None:
+            kept = {name: parameters[name] for name in self.unread if name in parameters}
+            fields["rope_scaling"] = {self.older_type: "default", **kept}
+        return fields
 
 
 @final

@@ -169,7 +169,8 @@ def test_what_older_versions_have_no_words_for_is_reported(tmp_path: Path, capsy
 def test_transformers_4_and_5_compute_the_same_of_every_export(transformers_4: list[Path], tmp_path: Path) -> None:
     # transformers 4 refuses any scaling of OLMo-2 but the linear one
     # it has other names in the vision tower that transformers 5 writes for Gemma 3
-    left_out = "olmo3", "olmo2-grouped", "gemma3-images", *NOT_IN_4
+    # it reads transposed experts only, and the export of an import has them as its folder has
+    left_out = "olmo3", "olmo2-grouped", "gemma3-images", "qwen3-vl-moe-images", *NOT_IN_4
     names = [name for name in [*CONFIGS, *TOWERS] if name not in left_out]
     for name in names:
         # with several groups transformers 4 sets the scores of others to 0, which is above a negative bias

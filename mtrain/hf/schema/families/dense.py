@@ -184,7 +184,7 @@ QWEN3_VL = in_tower(
             Required("attention_bias", False, False),
             Constant("qk_norm", True),
             # positions on three axes for images, which coincide for text
-            Rope(default_base=500000.0, unread=("mrope_section", "mrope_interleaved")),
+            Rope(default_base=500000.0, unread=("mrope_section", "mrope_interleaved"), needs_scaling=True),
         ),
     ),
     "qwen3_vl",

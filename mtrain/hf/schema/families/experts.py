@@ -189,7 +189,7 @@ QWEN3_VL_MOE = in_tower(
             *NO_DENSE_LAYERS,
             Constant("qk_norm", True),
             # positions on three axes for images, which coincide for text
-            Rope(default_base=500000.0, unread=("mrope_section", "mrope_interleaved")),
+            Rope(default_base=500000.0, unread=("mrope_section", "mrope_interleaved"), needs_scaling=True),
         ),
         (
             *VOCABULARY,
