@@ -44,7 +44,7 @@ def _printable(line: str) -> str:
 
 
 def not_a_script(path: str) -> str:
-    """Returns the refusal of a shell script, of which only the printed arguments can be translated."""
+    """Returns the refusal of a shell script: only the arguments that it prints can be translated."""
     return (
         f"{path}: this is a shell script, which is not executed here; write `echo` before its command that starts "
         f"training, and translate what it prints, for instance: mtrain from megatron-lm $(bash {path})"

@@ -132,7 +132,7 @@ class ImageProcessor:
         return tokens.reshape(-1)
 
     def num_features(self, grid: Sequence[int] | NDArray[np.int64]) -> int:
-        """Returns the number of features of an image, each of which replaces the embedding of one token."""
+        """Returns the number of features of an image; each replaces the embedding of one token."""
         return math.prod(map(int, grid)) // self._merge_size**2
 
     def axes(self, ids: NDArray[np.integer[Any]], grids: NDArray[np.int64]) -> NDArray[np.int64]:

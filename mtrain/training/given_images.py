@@ -120,7 +120,7 @@ class GivenImages:
         counts = [] if processor is None else [processor.num_features(patch.grid) for patch in patches]
         at, total = np.flatnonzero(ids == vision.image_token), sum(counts)
         given = at[~is_drawn[at]]
-        # with weights on all tokens, those behind the images are the drawn ones
+        # with weights on all tokens, those after the images are the drawn ones
         features = given if len(given) == total else at[:total]
         rest = np.setdiff1d(at, features)
         if len(features) < total or not is_drawn[rest].all():

@@ -277,19 +277,19 @@ def test_a_text_model_has_the_name_that_it_is_published_with(tmp_path: Path) -> 
         assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def turned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def transposed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Transposes the matrices of all experts, as Qwen3-VL is published: transformers 5 saves them as they are in
     memory."""
     return {name: value.transpose(1, 2).contiguous() if ".experts." in name else value for name, value in state.items()}
 
 
-@pytest.mark.parametrize("is_turned", [False, True], ids=["as in memory", "as published"])
-def test_fused_experts_come_back_in_the_form_in_which_they_came(is_turned: bool, pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_published", [False, True], ids=["as in memory", "as published"])
+def test_fused_experts_come_back_in_the_form_in_which_they_came(is_published: bool, pool: Pool, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     save("qwen3-vl-moe-images", theirs, torch.float32, max_shard_size="1GB")
     file = theirs / "model.safetensors"
-    if is_turned:
-        save_file(turned(load_file(file)), file, {"format": "pt"})
+    if is_published:
+        save_file(transposed(load_file(file)), file, {"format": "pt"})
     import_hf(theirs, tmp_path / "ours", None, num_workers=1)
     export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
     for each in theirs.iterdir():
@@ -299,7 +299,7 @@ def test_fused_experts_come_back_in_the_form_in_which_they_came(is_turned: bool,
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     # other exports are in the form that transformers 4 and vLLM read, too
     export_hf(tmp_path / "ours", tmp_path / "like", theirs, None, num_workers=1)
-    published = load_file(file) if is_turned else turned(load_file(file))
+    published = load_file(file) if is_published else transposed(load_file(file))
     assert {name: value.shape for name, value in load_file(tmp_path / "like" / file.name).items()} == {
         name: value.shape for name, value in published.items()
     }

@@ -290,6 +290,7 @@ _OF_KIMI = {
     "pos_emb_height": 4,
     "pos_emb_width": 4,
 }
+_THREE_AXES = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 _OF_QWEN: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -352,12 +353,7 @@ TOWERS: dict[str, Any] = {
         text_config={
             **{name: value for name, value in AWKWARD.items() if name != "tie_word_embeddings"},
             "num_key_value_heads": 2,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e6,
-                "mrope_section": [4, 2, 2],
-                "mrope_interleaved": True,
-            },
+            "rope_parameters": dict(_THREE_AXES),
         },
         vision_config=_OF_QWEN | {"depth": 2, "deepstack_visual_indexes": [1]},
         image_token_id=50,
@@ -371,12 +367,7 @@ TOWERS: dict[str, Any] = {
             "num_experts": 5,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 24,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e6,
-                "mrope_section": [4, 2, 2],
-                "mrope_interleaved": True,
-            },
+            "rope_parameters": dict(_THREE_AXES),
         },
         vision_config=_OF_QWEN | {"depth": 2, "deepstack_visual_indexes": [1]},
         image_token_id=50,

@@ -86,10 +86,10 @@ def test_a_patch_takes_what_transformers_saves_for_it(seed: int, kind: str) -> N
     tower, is_half = built_tower(section, HIDDEN, 1e-5).to(dtype), dtype.itemsize < 4
     for name, parameter in tower.named_parameters():
         parameter.requires_grad_(not (section.freeze_projector if name.startswith(PROJECTOR) else section.freeze_tower))
-    beside = saved_bytes(tower, section) / 160 - kept_patch_elements(section, HIDDEN, is_half) * dtype.itemsize
+    uncounted = saved_bytes(tower, section) / 160 - kept_patch_elements(section, HIDDEN, is_half) * dtype.itemsize
     # both cosines in float32; statistics of norms and attention, and weights of positions; a mask of each image
     mask = (96**2 + 64**2) / 160 * dtype.itemsize if kind == "mistral3" else 0
-    assert 0 <= beside <= 2 * head_dim * 4 + 40 * (num_layers + 2) + mask
+    assert 0 <= uncounted <= 2 * head_dim * 4 + 40 * (num_layers + 2) + mask
     tower.requires_grad_(False)
     with Allocations() as passing:
         tower(*inputs(section))

@@ -39,7 +39,7 @@ class PassTokens:
     """Position of the first token; 0 for a prompt."""
     tokens: Sequence[int]
     images: SampleImages | None = None
-    """Images among the tokens of a prompt, of which it contains all tokens."""
+    """Images of a prompt, whose tokens are all in `tokens`."""
     shift: int = 0
     """Rotary position of a token after images, minus its position in the sequence; 0 without images."""
 

@@ -218,8 +218,8 @@ class TensorPattern:
     instead of the fused tensor."""
     pieces: tuple[TensorPattern, ...] = ()
     """Patterns whose rows the tensor joins; only their axes and positions matter."""
-    turned: str = ""
-    """Axes in files of some programs, which a stored tensor's shape tells; empty: always `axes`."""
+    transposed: str = ""
+    """Axes of the tensor in files of programs that transpose it; its stored shape tells. Empty: always `axes`."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def build_table(
         stored: Shapes of a folder's tensors, by name, if one is read or written again.
 
     Raises:
-        DataError: A stored tensor may be turned or not.
+        DataError: The shape of a stored tensor does not tell whether it is transposed.
     """
     shapes: dict[str, Sizes] = {}
     slices: list[FilledSlice] = []
@@ -363,15 +363,15 @@ def _slices(
 
 
 def _as_stored(part: TensorPattern, name: str, sizes: Mapping[str, int], stored: Mapping[str, Sizes]) -> TensorPattern:
-    if not part.turned or name not in stored:
+    if not part.transposed or name not in stored:
         return part
-    usual, turned = shape(part.axes, sizes), shape(part.turned, sizes)
-    if usual == turned:
+    usual, transposed = shape(part.axes, sizes), shape(part.transposed, sizes)
+    if usual == transposed:
         raise DataError(
             f"{name} has shape {list(usual)}, which does not tell whether its matrices are transposed (transformers 4 "
             "transposes them, 5 does not); only matrices that are not square can be read"
         )
-    return replace(part, axes=part.turned) if stored[name] == turned else part
+    return replace(part, axes=part.transposed) if stored[name] == transposed else part
 
 
 def _arrangement(

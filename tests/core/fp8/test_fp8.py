@@ -113,7 +113,7 @@ def test_what_is_not_finite_stays_so_in_its_own_group() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled_scaling_has_the_same_codes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "BACKEND", backend)
-    for seed, dtype in ((11, torch.bfloat16), (12, torch.float32)):  # the second one turned: each needs a graph
+    for seed, dtype in ((11, torch.bfloat16), (12, torch.float32)):  # the second one transposed: each needs a graph
         numbers = drawn(seed, 2 * BLOCK, 2 * BLOCK, dtype)
         given = numbers if dtype == torch.bfloat16 else numbers.t()
         for height, width in GROUPS:

@@ -101,3 +101,16 @@ def picture(draw: random.Random, mode: str = "RGB", size: tuple[int, int] | None
     file = io.BytesIO()
     Image.fromarray(noise, "RGBA").convert(mode).save(file, options.pop("format", MODES[mode]), **options)
     return file.getvalue()
+
+
+def drawn_turns(draw: random.Random, folder: Path) -> list[tuple[list[dict[str, str]], str]]:
+    """Draws one or two turns: a question of texts and images in any order, some without images, and its answer."""
+    turns = []
+    for turn in range(draw.randint(1, 2)):
+        parts = [{"type": "text", "text": draw.choice(["a", "two\n\n", "\n three "])}]
+        for number in range(draw.randint(0, 2)):
+            path = folder / f"{turn}-{number}"
+            path.write_bytes(picture(draw))
+            parts.insert(draw.randint(0, len(parts)), {"type": "image", "path": str(path)})
+        turns.append((parts, draw.choice(["A cat.", "No"])))
+    return turns

@@ -19,7 +19,7 @@ from mtrain.data.encoding.encoder import RecordEncoder
 from mtrain.hf.images import ImageProcessor
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.data.chat.cases import write_folder
-from tests.data.images.cases import picture
+from tests.data.images.cases import drawn_turns, picture
 from tests.messages import refuses
 
 SIDE, PATCH, MERGE = 6, 4, 2
@@ -77,14 +77,9 @@ def drawn(draw: random.Random, folder: Path) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     if draw.random() < 0.3:
         messages.append({"role": "system", "content": [{"type": "text", "text": "Be brief.\n"}]})
-    for turn in range(draw.randint(1, 2)):
-        parts: list[dict[str, str]] = [{"type": "text", "text": draw.choice(["a", "two\n\n", "\n three "])}]
-        for number in range(draw.randint(0, 2)):
-            path = folder / f"{turn}-{number}"
-            path.write_bytes(picture(draw))
-            parts.insert(draw.randint(0, len(parts)), {"type": "image", "path": str(path)})
+    for parts, answer in drawn_turns(draw, folder):
         messages.append({"role": "user", "content": parts})
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": draw.choice(["A cat.", "No"])}]})
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
     return {"messages": messages}
 
 

@@ -34,7 +34,7 @@ from mtrain.serve.images import Interleaved, SentImage, written_out
 from mtrain.training.given_images import GivenImages
 from tests.config.samples import config
 from tests.data.chat.cases import write_folder
-from tests.data.images.cases import picture
+from tests.data.images.cases import drawn_turns, picture
 from tests.data.images.test_image_samples import PARTS, Part, PartsEncoder, cache_of
 from tests.messages import refuses
 
@@ -113,14 +113,9 @@ def vision_of(folder: Path) -> VisionSection:
 def drawn(draw: random.Random, folder: Path) -> dict[str, Any]:
     """Draws a conversation of texts and images in any order; some have none."""
     messages: list[dict[str, Any]] = []
-    for turn in range(draw.randint(1, 2)):
-        parts: list[dict[str, str]] = [{"type": "text", "text": draw.choice(["a", "two\n\n", "\n three "])}]
-        for number in range(draw.randint(0, 2)):
-            path = folder / f"{turn}-{number}"
-            path.write_bytes(picture(draw))
-            parts.insert(draw.randint(0, len(parts)), {"type": "image", "path": str(path)})
+    for parts, answer in drawn_turns(draw, folder):
         messages.append({"role": "user", "content": parts})
-        messages.append({"role": "assistant", "content": draw.choice(["A cat.", "No"])})
+        messages.append({"role": "assistant", "content": answer})
     return {"messages": messages}
 
 

@@ -259,7 +259,7 @@ def test_a_start_after_a_rollback_leaves_out_the_same(pool: Pool, tmp_path: Path
 @pytest.mark.fault(
     "numbers",
     "every batch is bad, with train.on_nonfinite=skip or rollback",
-    happens="the run ends after train.max_bad_steps, or where there is no checkpoint to go back to",
+    happens="the run ends after train.max_bad_steps, or when no checkpoint is left to roll back to",
     exit_code=4,
 )
 def test_bad_steps_without_end_end_the_run(pool: Pool, tmp_path: Path, action: str, notice: Notice) -> None:

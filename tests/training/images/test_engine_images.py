@@ -146,7 +146,7 @@ def test_a_step_of_a_policy_on_images_is_that_of_transformers(
         np.testing.assert_allclose(scored, exact, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("is_before", [False, True], ids=["behind", "before"])
+@pytest.mark.parametrize("is_before", [False, True], ids=["after", "before"])
 def test_an_image_token_that_the_model_drew_is_text(pool: Pool, folders: dict[Kind, Path], is_before: bool) -> None:
     folder = folders["dense"]
     asked, token = questions(folder)[1], image_token(folder)

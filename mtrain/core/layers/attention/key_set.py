@@ -35,7 +35,7 @@ class KeySet:
     """Images of each row whose tokens see each other both ways, each inside a document; None: no query sees a key after
     its own. Requires `documents`."""
     num_ahead: int | None = None
-    """Number of keys after the last query in a piece of an image, all of which it sees; None: a piece of text."""
+    """Number of keys after the last query of a piece of an image; every query sees them. None: a piece of text."""
     chosen: Tensor | None = None
     """Mask of the keys that each query sees, [batch, 1, queries, keys] bool, only if each row is one document; None:
     all that the window allows."""

@@ -86,8 +86,8 @@ class _SeveralExperts(Entry):
         return {_TOP_K: lookup(model, "experts.top_k")}
 
 
-def _fused(key: str, axes: str, name: str, on_disk: str, turned: str = "") -> Rule:
-    part = TensorPattern(f"{THEIRS}mlp.experts.{name}", on_disk, turned=turned)
+def _fused(key: str, axes: str, name: str, on_disk: str, transposed: str = "") -> Rule:
+    part = TensorPattern(f"{THEIRS}mlp.experts.{name}", on_disk, transposed=transposed)
     return Rule(f"{KEY}mlp.experts.experts.{key}", axes, (part,), has_experts)
 
 
@@ -197,8 +197,8 @@ QWEN3_VL_MOE = in_tower(
             *ATTENTION,
             router("mlp.gate.weight"),
             # published as here; transformers 5 reads both forms, and saves the other one
-            _fused("linear_fc1.weight", "E (c e) h", "gate_up_proj", "E h (c e)", turned="E (c e) h"),
-            _fused("linear_fc2.weight", "E h e", "down_proj", "E e h", turned="E h e"),
+            _fused("linear_fc1.weight", "E (c e) h", "gate_up_proj", "E h (c e)", transposed="E (c e) h"),
+            _fused("linear_fc2.weight", "E h e", "down_proj", "E e h", transposed="E h e"),
         ),
         # Qwen3VLMoeTextConfig sets it to None, whatever the file says
         inert=("sliding_window",),
