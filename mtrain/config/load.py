@@ -317,6 +317,10 @@ def read_override(text: str) -> Source:
     return Source(COMMAND_LINE, with_current_names(content, COMMAND_LINE))
 
 
+_SETS = ("data", "valid")
+"""Key with two forms, one set as a list and several by name; a later form replaces an earlier one."""
+
+
 def _merged(sources: Sequence[Source]) -> dict[Any, Any]:
     merged: dict[Any, Any] = {}
     for source in sources:
@@ -330,7 +334,7 @@ def _over(under: Mapping[Any, Any], over: Mapping[Any, Any], source: Source, loc
         old, here = under.get(key), (*location, key)
         if isinstance(old, dict) and isinstance(new, dict):
             both[key] = _over(old, new, source, here)
-        elif {type(old), type(new)} == {dict, list}:
+        elif {type(old), type(new)} == {dict, list} and here != _SETS:
             one, other = ("mapping", "list") if isinstance(new, dict) else ("list", "mapping")
             raise ConfigError(
                 f"{dotted(here)}: this is a {one} here (in {source.origin(here)}), but a {other} elsewhere; lists are "

@@ -171,7 +171,10 @@ def _hint(parent: Location, keys: list[str], name: str) -> str:
     if here := next((key for key in keys if plain(key) == known), None):
         return _did_you_mean([dotted((*parent, here))])
     synonyms = [dotted((*parent, key)) for key in keys if known in SYNONYMS.get(key, ())]
-    if known in _keys_by_name():
+    is_of_list = any(isinstance(part, int) for part in parent)  # its entries have no key of another section
+    if known == "name" and is_of_list and parent[0] == "data":
+        return f"several sets are a mapping of their names: {dotted(parent[:2])}: {{NAME: [{{path: ...}}]}}"
+    if known in _keys_by_name() and not is_of_list:
         return _did_you_mean([*synonyms, *_keys_by_name()[known]])
     if synonyms:
         return f"it is {synonyms[0]} here"

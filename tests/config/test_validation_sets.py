@@ -43,6 +43,7 @@ def test_a_list_is_one_set_and_a_mapping_is_several(tmp_path: Path) -> None:
             "data.valid.code",
         ),
         ([{"pth": "x", **SOURCE}], "data.valid"),
+        ([{"name": "code", **SOURCE}], "data.valid: {NAME: [{path: ...}]}"),
         ({"code": [{"weight": 1}]}, "data.valid.code"),
         (3, "data.valid"),
     ],
@@ -51,6 +52,14 @@ def test_a_list_is_one_set_and_a_mapping_is_several(tmp_path: Path) -> None:
 def test_wrong_sets_are_named_as_they_were_written(tmp_path: Path, valid: Any, fact: str) -> None:
     with refuses(ConfigError, fact):
         loaded(tmp_path, valid)
+
+
+def test_a_later_form_replaces_an_earlier_one(tmp_path: Path) -> None:
+    one, named = [{"path": "y"}], {"code": [{"path": "z"}], "chat": [{"path": "z"}]}
+    for earlier, later, expected in ((one, {"code": [SOURCE]}, {"code": "x"}), (named, [SOURCE], {"valid": "x"})):
+        base = write(tmp_path / "base.yaml", content(data={**INDEXED, "valid": earlier}))
+        sets = load_config([base, {"data": {"valid": later}}], []).data.valid_sets
+        assert {name: sources[0].path for name, sources in sets.items()} == expected
 
 
 def test_a_split_replaces_named_sets_too(tmp_path: Path) -> None:
