@@ -14,9 +14,13 @@ SITE = "MTRAIN_DOCS"
 _PAGE = re.compile(r"\bdocs/([\w./-]+)\.md\b")
 
 
-def with_addresses(text: str) -> str:
-    """Replaces paths of the documentation, such as docs/index.md, by addresses of the site in `SITE`, if it is set."""
-    address = os.environ.get(SITE, "").rstrip("/")
+def with_addresses(text: str, address: str | None = None) -> str:
+    """Replaces paths of the documentation, such as docs/index.md, by addresses of the site, if it has an address.
+
+    Args:
+        address: Address of the site; None: that in `SITE`.
+    """
+    address = os.environ.get(SITE, "").rstrip("/") if address is None else address
     return _PAGE.sub(lambda page: f"{address}/{page[1]}.html", text) if address else text
 
 

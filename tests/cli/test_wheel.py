@@ -5,6 +5,7 @@ The environment has the dependencies of the one that runs the tests, so nothing 
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import setuptools
 
 from mtrain.base.errors import SITE
 from tests.hf.folders import save
@@ -137,6 +139,19 @@ def test_links_of_the_package_on_an_index_lead_to_the_site(wheel: Path) -> None:
         page = link.removeprefix("https://example.org/mtrain/").partition("#")[0]
         file = ROOT / "docs" / page
         assert file.with_suffix(".md").exists() if page.endswith(".html") else file.exists(), link
+
+
+def test_a_package_without_a_site_has_no_relative_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: dict[str, str] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **given: built.update(given))
+    monkeypatch.delenv(SITE, raising=False)
+    runpy.run_path(str(ROOT / "setup.py"))
+    text = built["long_description"]
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert "One run under three sequence-parallel sizes." in text
+    assert "by family and axis" in text.lower()
 
 
 def test_the_program_is_the_one_of_the_wheel(installed: Installed) -> None:
