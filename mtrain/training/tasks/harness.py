@@ -97,7 +97,7 @@ class Harness:
         """
         import lm_eval
 
-        with _named_faults("evaluate"), _random_states_kept():
+        with _named_faults("evaluate"), _random_states_kept(), _without_output():
             results = lm_eval.simple_evaluate(
                 model=_adapter(model),
                 tasks=self._names,
@@ -118,9 +118,10 @@ class Harness:
     def _known_names(self) -> list[str]:
         unknown = [name for name in self._section.tasks if not self._manager.match_tasks([name])]
         if unknown:
-            where = f" or in {self._section.include_path}" if self._section.include_path is not None else ""
+            folder = self._section.include_path
+            has_no = "lm-eval has no" if folder is None else f"neither lm-eval nor the folder {folder} has a"
             raise ConfigError(
-                f"lm-eval has no task {', '.join(unknown)}{where}; choose one that `lm-eval ls tasks` lists, or give "
+                f"{has_no} task {', '.join(unknown)}; choose one that `lm-eval ls tasks` lists, or give "
                 "the folder of your own tasks with --include-path (eval.include_path)"
             )
         return list(dict.fromkeys(match for name in self._section.tasks for match in self._manager.match_tasks([name])))
@@ -192,6 +193,24 @@ def _random_states_kept() -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def _without_output() -> Iterator[None]:
+    """Keeps off the console a bar for each task, and what git says outside of a repository, as lm-eval asks for a
+    commit that nothing here reads."""
+    from lm_eval import evaluator
+    from lm_eval.api import task
+
+    with contextlib.ExitStack() as stack:
+        for module, name, quiet in (
+            (evaluator, "get_git_commit_hash", lambda: None),
+            (task, "tqdm", lambda items, **_: items),
+        ):
+            if hasattr(module, name):
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, quiet)
+        yield
 
 
 @contextlib.contextmanager

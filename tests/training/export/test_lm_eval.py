@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -231,6 +232,8 @@ def test_a_run_is_evaluated_while_it_trains_on_any_layout(
     for line in ([*launch, asked, *tasks], [*launch, silent]):
         found = run(python_with_lm_eval, folder, *line)
         assert found.returncode == 0, found.stderr
+        # neither a bar for each task nor git's complaint that the folder is no repository
+        assert not {"it/s", "fatal"} & set(re.findall(r"it/s|fatal", found.stderr))
     records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     first, last = (record["tasks"] for record in records if record["kind"] == "tasks")
     assert first == pytest.approx(expected, abs=1e-5)
