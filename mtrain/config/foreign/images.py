@@ -10,8 +10,16 @@ from mtrain.config.foreign.values import number
 from mtrain.config.load import read_mapping
 
 _SECTION = "model.vision"
-_NAMES = re.compile(r"(?<![a-z])vl(?![a-z])|(?<![a-z])vision(?![a-z])|qwen3[._]5", re.IGNORECASE)
+_NAMES = re.compile(
+    r"(?<![a-z])vl(?![a-z])|(?<![a-z])vision(?![a-z])|qwen3[._][56]|gemma-?3-(?:4|12|27)b|mistral-small-3[._][12]|"
+    r"ministral-3-",
+    re.IGNORECASE,
+)
 """Parts of names of models that read images, for a folder that is not on this machine."""
+_TEXT_HERE = re.compile(r"gemma-?4|kimi-k2[._][56]", re.IGNORECASE)
+"""Parts of names of models whose text alone is trained here."""
+_OTHER_SIZES = re.compile(r"gemma|mistral|ministral|pixtral", re.IGNORECASE)
+"""Parts of names of models whose processors have no limits of areas."""
 _QWEN3 = re.compile(r"qwen3(?![0-9])", re.IGNORECASE)
 PIXELS_PER_TOKEN = 32**2
 """Area of an image token of Qwen3-VL and Qwen3.5, in pixels."""
@@ -57,6 +65,10 @@ def put_images(config: Translation, run: Settings, parts: Parts, signals: Collec
     model = config.get("model.hf")
     given = [name for name in signals if name in run.explicit]
     is_known = _reads_images(model)
+    if is_known is None and _TEXT_HERE.search(Path(str(model)).name):
+        line = f"{model} reads images; here its text alone is trained, and an export has its other tensors unchanged"
+        (config.lost if given else config.notes).append(line + "".join(f"; {name}={run[name]}" for name in given))
+        is_known = False
     if is_known is False or (is_known is None and not given):
         config.drop("data.images")
         return False
@@ -113,7 +125,14 @@ def put_limits(config: Translation, least: tuple[Any, str], most: tuple[Any, str
         least: Smallest area of an image, in pixels, with its origin.
         most: Largest area.
     """
-    theirs = _limits_of_processor(config.get("model.hf"))
+    model = config.get("model.hf")
+    theirs = _limits_of_processor(model)
+    is_here = Path(str(model), "config.json").is_file()
+    if theirs == (None, None) and (is_here or _OTHER_SIZES.search(Path(str(model)).name)):
+        line = "the processor of the model resizes images, and has no limits of areas here"
+        said = [origin for _, origin in (least, most) if not config.is_default(origin)]
+        config.lost += [f"{origin}: {line}" for origin in said or [most[1]]]
+        return
     for key, (value, origin), own, narrower in zip(("min_pixels", "max_pixels"), (least, most), theirs, (max, min)):
         area = number(value)
         if own is None and config.is_default(origin) and key == "min_pixels":

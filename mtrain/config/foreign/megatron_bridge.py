@@ -10,6 +10,7 @@ from typing import Any
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.spelling import meant
+from mtrain.config.foreign.images import Part, Parts, put_images
 from mtrain.config.foreign.reading import Form, comma_list, read_settings, without_unknown
 from mtrain.config.foreign.sharding import put_shard
 from mtrain.config.foreign.trainers import (
@@ -23,7 +24,7 @@ from mtrain.config.foreign.trainers import (
     targets,
 )
 from mtrain.config.foreign.translation import Put, Row, Settings, Translation, above_0, rows_of, to, translated
-from mtrain.config.foreign.values import number, shares
+from mtrain.config.foreign.values import listed, number, shares
 from mtrain.config.megatron_fields import EXPERTS, OURS, PROVEN, REFUSED, TYPED_KNOBS, is_default
 from mtrain.config.tables import table
 
@@ -133,6 +134,7 @@ def from_megatron_bridge(words: Sequence[str]) -> Translation:
     _model(config, run, recipe, kind)
     _function(config, run)
     _adapter(config, run)
+    _images(config, run)
     if kind == "pretrain":
         _documents(config, run)
         config.report_unmentioned(run.explicit)
@@ -176,7 +178,7 @@ def _rows(config: Translation, recipe: str, settings: Mapping[str, Any]) -> dict
             "the name of yours before the file"
         )
     else:
-        defaults = _of_recipe(recipe)
+        defaults = _of_recipe(recipe, settings.get("peft"))
         config.notes.append(f"defaults are those of the recipe {recipe}_config, Megatron-Bridge 0.3.1")
     for name, value in defaults.items():
         is_null = name in settings and settings[name] is None
@@ -184,16 +186,21 @@ def _rows(config: Translation, recipe: str, settings: Mapping[str, Any]) -> dict
     return rows
 
 
-def _of_recipe(recipe: str) -> dict[str, Any]:
-    """Returns the values that a recipe sets, by dotted key."""
+def _of_recipe(recipe: str, peft: Any) -> dict[str, Any]:
+    """Returns the values that a recipe sets, by dotted key; some depend on whether `peft` names adapters."""
     if recipe not in _TABLE["recipes"]:
-        near = meant(recipe, _TABLE["recipes"])
+        of_kinds = [recipe.replace("_finetune", kind) for kind in ("_sft", "_peft")]
+        known = [name for name in of_kinds if name in _TABLE["recipes"]]
+        near = " or ".join(known) or meant(recipe, _TABLE["recipes"])
         raise ConfigError(
             f"{recipe}: this recipe of Megatron-Bridge is not known here; "
             + (f"did you mean {near}?" if near else "write its values into a file that overrides the ConfigContainer")
         )
     known = {**_TABLE["recipes"][recipe]}
     kinds, kind, hf = _TABLE["kinds"], known.pop("kind"), known.pop("hf")
+    peft = known.get("peft") if peft is None else peft
+    adapted = known.pop("adapted", {})
+    known |= adapted if str(peft).lower() not in ("none", "null", "") else {}
     defaults = {**kinds["all"], **(kinds["sft"] if kind == "peft" else {}), **kinds[kind]}
     return {
         **defaults,
@@ -378,6 +385,17 @@ def _adapter(config: Translation, run: Settings) -> None:
         config.put("adapter.targets", list(_TARGETS.values()), "Megatron-Bridge's default of peft.target_modules")
 
 
+_FREEZES = tuple(f"model.freeze_{part}" for part in ("vision_model", "vision_projection", "language_model"))
+
+
+def _images(config: Translation, run: Settings) -> None:
+    """Sets what is trained of a model that reads images; adapters are trained whatever is frozen."""
+    tower, projector, language = (Part(is_on(run, name), run.described(name)) for name in _FREEZES)
+    if config.get("adapter.kind") is not None:
+        language = language._replace(is_frozen=False)
+    put_images(config, run, Parts(tower, projector, language), _FREEZES)
+
+
 def _documents(config: Translation, run: Settings) -> None:
     """Sets the corpora in Megatron's format; without any, mock data."""
     name = next((name for name in ("dataset.blend", "dataset.data_path") if run[name] is not None), None)
@@ -414,6 +432,10 @@ def _records(config: Translation, run: Settings) -> None:
             {"input": "prompt", "output": "response"},
             "Megatron-Bridge's default of dataset.dataset_kwargs",
         )
+    elif run["dataset.train_data_path"] is not None:
+        for key, file in (("data.train", "dataset.train_data_path"), ("data.valid", "dataset.valid_data_path")):
+            if run[file] is not None:
+                config.put(key, [{"path": path} for path in listed(run[file])], f"{file}; paths on this machine")
     elif name is not None:
         config.put(
             "data.train", [{"path": name}], f"{run.origin('dataset.dataset_name')}; records with prompt and response"

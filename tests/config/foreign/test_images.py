@@ -17,6 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.foreign.megatron_bridge import from_megatron_bridge
 from mtrain.config.foreign.ms_swift import from_ms_swift
 from mtrain.config.foreign.translation import Translation
 from mtrain.hf.configuration import resolved
@@ -154,9 +155,24 @@ def test_a_model_of_text_has_no_tower(program: str, folders: Mapping[str, str], 
     assert configuration(found).model.vision is None
 
 
+NAMES = {
+    "Qwen/Qwen3-VL-8B-Instruct": True,
+    "org/Qwen3.5-9B": True,
+    "org/unknown": False,
+    "Qwen/Qwen3.6-35B-A3B": True,
+    "google/gemma-3-12b-it": True,
+    "google/gemma-3-1b-it": False,
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": True,
+    "mistralai/Mistral-Small-24B-Instruct-2501": False,
+    "mistralai/Ministral-3-8B-Instruct-2512": True,
+    "mistralai/Ministral-8B-Instruct-2410": False,
+}
+"""Model on the hub -> whether it reads images."""
+
+
 @_ALL
 def test_a_model_that_is_not_here_is_known_by_its_name(program: str, tmp_path: Path) -> None:
-    for model, reads in (("Qwen/Qwen3-VL-8B-Instruct", True), ("org/Qwen3.5-9B", True), ("org/unknown", False)):
+    for model, reads in NAMES.items() if program == "LLaMA-Factory" else list(NAMES.items())[:3]:
         found = of(program, model, {}, tmp_path)
         assert (found.get("model.vision") is not None) == reads
         freezes = [name for name in WAYS[program].freezes if name is not None]
@@ -301,3 +317,45 @@ def test_a_family_whose_tower_is_not_trained(tmp_path: Path) -> None:
     assert any(line.startswith("model.vision: ") for line in found.lost)
     with refuses(ConfigError, "model.vision", "freeze_vision_tower=True"):
         of("LLaMA-Factory", str(tmp_path), {"freeze_vision_tower": True}, tmp_path)
+    for given in ({}, {"freeze_vision_tower": False}):  # the same, known by the name
+        found = of("LLaMA-Factory", "google/gemma-4-31B-it", given, tmp_path)
+        assert found.get("model.vision") is found.get("data.images") is None
+        lines = found.lost if given else found.notes
+        assert [line for line in lines if line.startswith("google/gemma-4-31B-it reads images")]
+
+
+@pytest.mark.parametrize("model", ["gemma3-images", "google/gemma-3-12b-it"])
+def test_a_processor_without_limits_of_areas(model: str, tmp_path: Path) -> None:
+    """Limits of LLaMA-Factory, whose default applies to every model, do not make a run that is refused."""
+    if "/" not in model:
+        config = TOWERS[model]()
+        config.vision_config.vision_use_head, config.text_config.vocab_size = False, 64  # as published
+        config.save_pretrained(tmp_path)
+    for given in ({}, {"image_max_pixels": 70000, "freeze_vision_tower": False}):
+        found = of("LLaMA-Factory", model if "/" in model else str(tmp_path), given, tmp_path)
+        assert found.get("data.images") is None
+        assert found.get("model.vision.freeze_tower") is not bool(given)
+        assert [line for line in found.lost if "image_max_pixels" in line]
+
+
+RECIPES = [
+    ("gemma3_vl_12b_finetune_config", 4, 5e-6, (False, False, False)),
+    ("gemma3_vl_12b_finetune_config peft=lora", 1, 1e-4, (True, True, False)),
+    ("ministral3_14b_finetune_config", 2, 1e-4, (True, True, False)),
+    ("ministral3_14b_finetune_config peft=none", 4, 5e-6, (False, False, False)),
+    ("qwen3_vl_8b_finetune_config", 4, 1e-5, (True, False, True)),
+    ("qwen3_vl_8b_finetune_config model.freeze_language_model=false", 4, 1e-5, (True, False, False)),
+    ("qwen3_vl_30b_a3b_finetune_config peft=dora", 1, 2e-4, (True, True, False)),
+]
+
+
+@pytest.mark.parametrize(("words", "tp", "rate", "frozen"), RECIPES)
+def test_recipes_of_megatron_bridge(words: str, tp: int, rate: float, frozen: tuple[bool, ...]) -> None:
+    """Megatron-Bridge 0.3.1, recipes/gemma3_vl, ministral3 and qwen_vl: sizes and rates depend on adapters."""
+    found = from_megatron_bridge([*words.split(), "dataset.train_data_path=[a.jsonl]", "dataset.image_folder=pics"])
+    assert (found.get("layout.tp"), found.get("optimizer.lr")) == (tp, rate)
+    vision = found.get("model.vision")
+    assert (vision["freeze_tower"], vision["freeze_projector"], vision["freeze_language_model"]) == frozen
+    assert (found.get("adapter.kind") is not None) == (frozen == (True, True, False))
+    assert found.get("data.train") == [{"path": "a.jsonl"}]
+    assert any(line.startswith("dataset.image_folder=pics") for line in found.lost)
