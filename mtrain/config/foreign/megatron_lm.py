@@ -11,7 +11,7 @@ from mtrain.config.foreign.command_lines import after_launcher, is_variable, opt
 from mtrain.config.foreign.sharding import put_shard
 from mtrain.config.foreign.trainers import BALANCE, permit_layout_dependent
 from mtrain.config.foreign.translation import Translation
-from mtrain.config.foreign.values import scalar, shares
+from mtrain.config.foreign.values import scalar, shares, stages_of
 from mtrain.config.tables import table
 
 _ROPE = ("rope", "yarn")
@@ -42,6 +42,7 @@ def from_megatron_lm(arguments: Sequence[str]) -> Translation:
         if name in REFUSED
     ]
     _Megatron(arguments_by_name, config).translate()
+    config.given = tuple(f"--{name}" for name in arguments_by_name)
     return config
 
 
@@ -351,6 +352,8 @@ class _Megatron:
                 "num-layers-per-virtual-pipeline-stage",
             )
             self._lost("num-virtual-stages-per-pipeline-rank", "the layers of a stage are also given; keep one")
+        if (text := self._text("pipeline-model-parallel-layout")) is not None:
+            self._stages(text)
         if self._degree("context-parallel-size") > 1 and self._is_on("cp-comm-type"):
             ways = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
             kinds = set(self._values("cp-comm-type") or [])
@@ -452,6 +455,20 @@ class _Megatron:
                     f"--recompute-modules {' '.join(unsupported)}: not recomputed here; memory only"
                 )
 
+    def _stages(self, text: str) -> None:
+        """Sets the layers of each stage of a layout such as `Ett|(tt|)*6ttL`."""
+        name = "pipeline-model-parallel-layout"
+        counts, ranks = stages_of(text), self._degree("pipeline-model-parallel-size")
+        if counts is None or len(counts) % ranks:
+            self._refuse(
+                f"--{name} {text}: layout.stage_layers is the number of layers of each stage, at least one, with the "
+                f"embedding in the first and the rest in the last, and their number is a multiple of {ranks} ranks; "
+                "divide the layers so"
+            )
+            return
+        self._put_value("layout.stage_layers", counts, name)
+        self._put_value("layout.vpp", len(counts) // ranks, name)
+
     def _data(self) -> None:
         put, sources = self._put_value, self._config.content.setdefault("data", {})
         if self._value("tokenizer-type") in _KNOWN_BY_THEIR_FILES:
@@ -477,12 +494,16 @@ class _Megatron:
             except (ValueError, ArithmeticError):
                 self._refuse(f"--split {text}: three numbers separated by commas are needed; fix it")
         reset = [self._is_on(f"reset-{name}") for name in ("position-ids", "attention-mask")]
-        if all(reset):
+        if self._is_on("sft"):
+            self._unused("reset-position-ids", "reset-attention-mask")  # its samples are separate anyway
+        elif all(reset):
             put("data.isolate_documents", True, "reset-position-ids", "reset-attention-mask")
         elif any(reset):
             self._config.lost.append(
                 "only one of --reset-position-ids and --reset-attention-mask: data.isolate_documents does both"
             )
+        if self._is_on("perform-rl-step"):
+            self._refuse("--perform-rl-step: rollouts need a loop in Python; see docs/training/rl.md")
         self._validation(sources)
 
     def _validation(self, data: Mapping[str, Any]) -> None:

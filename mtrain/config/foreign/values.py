@@ -1,5 +1,6 @@
 """Conversion of other programs' values, possibly texts, to values of our keys."""
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, get_origin
@@ -123,6 +124,22 @@ def mapping(value: Any) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise ValueError(f"{value!r} is not a mapping")
     return found
+
+
+def stages_of(text: str) -> list[int] | None:
+    """Returns the layers of each stage of Megatron-Core's layout of a pipeline, such as `Ett|(tt|)*6ttL`.
+
+    None: a stage has no layer, or the parts besides layers are not in the first and the last stage.
+    """
+    text = re.sub(r"\(([^()]*)\)\*(\d+)|([^()|])\*(\d+)", _repeated, text.replace(",", ""))
+    first, *inner = stages = text.split("|")
+    last = inner.pop() if inner else first
+    is_plain = re.fullmatch("Et+", first) and re.fullmatch("t+m*L", last) and all(re.fullmatch("t+", s) for s in inner)
+    return [stage.count("t") for stage in stages] if len(stages) > 1 and is_plain else None
+
+
+def _repeated(match: re.Match[str]) -> str:
+    return (match[1] or match[3]) * int(match[2] or match[4])
 
 
 def shares(text: str) -> list[float]:

@@ -184,3 +184,32 @@ def test_defaults_that_differ_are_written_out() -> None:
 def test_what_is_no_argument_is_named(given: str, fact: str) -> None:
     with refuses(ConfigError, fact):
         from_megatron_lm(given.split()).checked(resolved)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("Ettt|(tt|)*2,tL", [3, 2, 2, 1]),
+        ("Et*2|t*2|t*3|tmL", [2, 2, 3, 1]),
+        ("Et*3|(tt|)*2,m|L", None),
+        ("E|t*4|t*4|L", None),
+        ("Et*4|t*3L|t", None),
+    ],
+)
+def test_stages_of_a_pipeline(text: str, layers: list[int] | None) -> None:
+    """A stage without layers, as DeepSeek-V3's last ones, is no stage here."""
+    words = f"{BASE} --num-layers 8 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout {text}"
+    if layers is None:
+        with refuses(ConfigError, "--pipeline-model-parallel-layout"):
+            from_megatron_lm(words.split()).checked(resolved)
+        return
+    found = from_megatron_lm(words.split()).checked(resolved)
+    assert (found.get("layout.stage_layers"), found.get("layout.vpp")) == (layers, 2)
+    assert "--pipeline-model-parallel-layout" in found.carried()
+
+
+def test_conversations_are_separate_anyway() -> None:
+    words = f"{BASE} --sft --data-path chat.jsonl --reset-position-ids --reset-attention-mask"
+    found = from_megatron_lm(words.split()).checked(resolved)
+    assert found.get("data.isolate_documents") is None
+    assert {"--reset-position-ids", "--reset-attention-mask"} <= set(found.without_effect)
