@@ -4,13 +4,15 @@ Source: axolotl 0.19.0, axolotl/utils/schemas and axolotl/core/builders.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from mtrain.config.foreign.hf_trainer import put_schedule
 from mtrain.config.foreign.images import Part, Parts, all_trained, put_images
 from mtrain.config.foreign.reading import Form, read_settings, without_unknown
 from mtrain.config.foreign.sharding import CHECKS, put_sharding
 from mtrain.config.foreign.trainers import (
     COMMON,
+    PREFERENCES,
     drop_adapter_of_full_runs,
     finish,
     is_on,
@@ -24,7 +26,7 @@ from mtrain.config.foreign.trainers import (
     targets,
 )
 from mtrain.config.foreign.translation import Settings, Translation, above_0, rows_of, translated
-from mtrain.config.foreign.values import boolean, listed, number
+from mtrain.config.foreign.values import boolean, listed, mapping, number
 from mtrain.config.schema.adapter import ALL_LINEAR
 from mtrain.config.tables import table
 
@@ -34,47 +36,91 @@ _FORMS = {
     "alpaca": "alpaca",
     "sharegpt": "sharegpt",
     "completion": "text",
+    "pretrain": "text",
 }
 _OF_MESSAGES = {
     "messages": ("messages", {"role": "role", "content": "content"}),
     "sharegpt": ("conversations", {"role": "from", "content": "value"}),
 }
 """Record format -> its key of the messages, and the keys of a message in axolotl."""
+_SOURCES_OF_ROLES = {
+    "user": {"human", "user"},
+    "assistant": {"gpt", "assistant"},
+    "system": {"system"},
+    "tool": {"tool"},
+}
+"""Role -> its names in records, in axolotl and here."""
 _SAME_OF_DATASETS: Mapping[str, tuple[Any, ...]] = {
     "split": ("train",),
     "ds_type": ("json", "parquet", "arrow"),
     "roles_to_train": (["assistant"], ["assistant", "gpt"]),
     "train_on_eos": ("turn",),
+    "train_on_eot": ("turn",),
     "trust_remote_code": (True, False),
     "chat_template": ("tokenizer_default",),
     "drop_system_message": (False,),
     "shards": (1,),
+    "field_tools": ("tools",),
+    "field_thinking": ("reasoning_content", "thinking", "reasoning"),
+    "template_thinking_key": ("reasoning_content",),
+    "message_field_training": ("train",),
 }
 """Key of a dataset -> values that equal mtrain's behaviour."""
 _READ_OF_DATASETS = frozenset(
     ("path", "type", "field_messages", "message_property_mappings", "message_field_role", "message_field_content")
 )
+_OF_TEXTS = ("field", "text_column")
+_ANSWERS = (("field_chosen", "chosen", "chosen"), ("field_rejected", "rejected", "rejected"))
+_WITH_PROMPT = (("field_messages", "messages", "prompt"), *_ANSWERS)
+_PAIRS_OF_MESSAGES = {
+    "chat_template": _WITH_PROMPT,
+    "chat_template.default": _WITH_PROMPT,
+    "chat_template.argilla_chat": _ANSWERS,
+    "chat_template.argilla": (),
+}
+"""Type of a preference dataset -> its settings that name columns, each with the default and our key."""
 _FORMATS_OF_FILES = frozenset(("json", "parquet", "arrow", "csv", "text"))
+_FILES_OF_HUB = "data.train names files; a pattern chooses those of a split: org/name/data/train-*"
+_WHY_OF_DATASETS = {"name": _FILES_OF_HUB, "split": _FILES_OF_HUB, "revision": _FILES_OF_HUB}
+"""Key of a dataset -> what to do instead."""
 
 
-def _datasets(config: Translation, value: Any, name: str) -> None:
+class _Records(NamedTuple):
+    """Records of one dataset."""
+
+    form: str
+    """Value of data.format."""
+    columns: dict[str, str]
+    read: tuple[str, ...] = ()
+    """Keys of the dataset that choose the columns."""
+
+
+def _datasets(config: Translation, run: Settings, name: str) -> None:
+    """Sets the sources that the setting `name` lists, with their format and columns."""
     sources: list[dict[str, str]] = []
     formats: set[str] = set()
-    for entry in listed(value):
+    for entry in listed(run[name]):
         dataset: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {"path": entry}
         if not isinstance(dataset.get("path"), str):
             config.wrong.append(f"{name}: a dataset has no path; give it one")
             continue
         files = dataset.get("data_files") if dataset["path"] in _FORMATS_OF_FILES else None
         sources += [{"path": path} for path in listed(files or dataset["path"])]
-        form, columns = _form_of(config, dataset, name)
-        formats.add(form)
-        if columns:
-            config.put("data.columns", {**(config.get("data.columns") or {}), **columns}, f"{name}: field_messages")
-        unread = _unread_keys(dataset, has_read_files=files is not None)
-        config.lost += [f"{name}: {key}={dataset[key]}: no key here corresponds" for key in unread]
+        records = _records_of(config, dataset, name)
+        formats.add(records.form)
+        if records.columns:
+            origin = f"{name}: {', '.join(key for key in records.read if key in dataset)}"
+            config.put("data.columns", {**(config.get("data.columns") or {}), **records.columns}, origin)
+        read = {*records.read, *(("data_files",) if files is not None else ())}
+        config.lost += [
+            f"{name}: {key}={dataset[key]}: {_WHY_OF_DATASETS.get(key, 'no key here corresponds')}"
+            for key in _unread_keys(dataset)
+            if key not in read
+        ]
     config.put("data.kind", "sft", name)
     config.put(f"data.{'valid' if name == 'test_datasets' else 'train'}", sources, f"{name}; paths on this machine")
+    if config.get("loss.function") in PREFERENCES:  # which determine the format
+        return
     if len(formats) == 1:
         config.put("data.format", formats.pop(), f"{name}: type")
     elif formats:
@@ -83,14 +129,46 @@ def _datasets(config: Translation, value: Any, name: str) -> None:
         )
 
 
-def _form_of(config: Translation, dataset: Mapping[str, Any], name: str) -> tuple[str, dict[str, str]]:
-    kind = dataset.get("type") or "chat_template"
+def _records_of(config: Translation, dataset: Mapping[str, Any], name: str) -> _Records:
+    kind = dataset.get("type") or ("pretrain" if name == "pretraining_dataset" else "chat_template")
+    if config.get("loss.function") in PREFERENCES:
+        return _pairs_of(config, dataset, f"{name}: type={kind}", str(kind))
     form = _FORMS.get(kind) if isinstance(kind, str) else None
     if form is None:
         config.lost.append(f"{name}: type={kind}; data.format is one of {', '.join(dict.fromkeys(_FORMS.values()))}")
-        return "auto", {}
-    if form not in _OF_MESSAGES:
-        return form, {}
+        return _Records("auto", {})
+    if form == "text":
+        _cut_texts(config, f"{name}: type={kind}", is_overlapping=kind == "pretrain")
+        column = dataset.get("text_column" if name == "pretraining_dataset" else "field") or "text"
+        return _Records("text", {} if column == "text" else {column: "text"}, _OF_TEXTS)
+    return _conversations_of(config, dataset, name, kind) if form in _OF_MESSAGES else _Records(form, {})
+
+
+def _cut_texts(config: Translation, origin: str, *, is_overlapping: bool) -> None:
+    """Sets what becomes of long texts, which axolotl cuts into pieces before it drops long samples."""
+    config.drop("data.too_long", is_named=False)
+    config.put("data.too_long", "split", origin)
+    if is_overlapping:
+        config.notes.append(f"{origin}: the pieces of a long text share up to 256 tokens there, and one token here")
+
+
+def _pairs_of(config: Translation, dataset: Mapping[str, Any], origin: str, kind: str) -> _Records:
+    """Returns the columns of a preference dataset, which axolotl names if it renders the records by a template."""
+    if kind not in _PAIRS_OF_MESSAGES or config.get("loss.function") == "kto":
+        config.lost.append(
+            f"{origin}: axolotl's own text of prompts and answers; here the tokenizer's template renders messages"
+        )
+        return _Records("auto", {})
+    mappings = dataset.get("message_property_mappings") or {}
+    if any(part != key for part, key in mappings.items()):
+        config.lost.append(f"{origin}: message_property_mappings={mappings}: messages of pairs have role and content")
+    fields = {dataset.get(field) or usual: key for field, usual, key in _PAIRS_OF_MESSAGES[kind]}
+    columns = {field: key for field, key in fields.items() if field != key}
+    return _Records("auto", columns, tuple(field for field, _, _ in _PAIRS_OF_MESSAGES[kind]))
+
+
+def _conversations_of(config: Translation, dataset: Mapping[str, Any], name: str, kind: str) -> _Records:
+    form = _FORMS[kind]
     old = {part: dataset.get(f"message_field_{part}") for part in ("role", "content")}
     roles = {"role": "role", "content": "content"} if form == "messages" else _OF_MESSAGES[form][1]
     roles |= {part: key for part, key in old.items() if key} | (dataset.get("message_property_mappings") or {})
@@ -99,26 +177,33 @@ def _form_of(config: Translation, dataset: Mapping[str, Any], name: str) -> tupl
         config.lost.append(
             f"{name}: message_property_mappings={roles}: messages have role and content, or from and value"
         )
-        return "auto", {}
+        return _Records("auto", {})
     field = dataset.get("field_messages") or ("messages" if kind.startswith("chat_template") else "conversations")
     key = _OF_MESSAGES[form][0]
-    return form, {} if field == key else {field: key}
+    return _Records(form, {} if field == key else {field: key}, ("field_messages",))
 
 
-def _unread_keys(dataset: Mapping[str, Any], *, has_read_files: bool) -> Iterator[str]:
+def _unread_keys(dataset: Mapping[str, Any]) -> Iterator[str]:
     for key, value in dataset.items():
-        is_read = key in _READ_OF_DATASETS or (key == "data_files" and has_read_files)
-        if not is_read and value not in (None, "", [], {}) and value not in _SAME_OF_DATASETS.get(key, ()):
+        is_same = value in _SAME_OF_DATASETS.get(key, ()) or (key == "roles" and _has_our_roles(value))
+        if key not in _READ_OF_DATASETS and value not in (None, "", [], {}) and not is_same:
             yield key
 
 
+def _has_our_roles(roles: Any) -> bool:
+    return isinstance(roles, Mapping) and all(
+        set(listed(sources)) <= _SOURCES_OF_ROLES.get(role, set()) for role, sources in roles.items()
+    )
+
+
 def _template(config: Translation, value: Any, name: str) -> None:
+    """Sets the tokenizer's own template; axolotl's templates of other names are files of its own."""
     if value == "tokenizer_default":
         config.put("data.chat_template", "auto", f"{name}={value}")
     elif value != "jinja":  # chat_template_jinja names the file
-        config.lost.append(
-            f"{name}={value}: data.chat_template takes auto (the tokenizer's own), plain, the name of one of the "
-            "tokenizer's templates or the path of a .jinja file"
+        config.notes.append(
+            f"{name}={value}: axolotl's own template of this name is not used; data.chat_template=auto is the "
+            "tokenizer's, and the path of a .jinja file is another"
         )
 
 
@@ -169,7 +254,8 @@ def _plugins(config: Translation, value: Any, name: str) -> None:
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **COMMON,
     **CHECKS,
-    "datasets": _datasets,
+    "any": lambda value: value,
+    "mapping": mapping,
     "template": _template,
     "plugins": _plugins,
     "special_tokens": _special_tokens,
@@ -201,6 +287,9 @@ def from_axolotl(words: Sequence[str]) -> Translation:
     config = Translation("axolotl")
     given = read_settings(config, words, Form(AXOLOTL, ("train",)))
     run = translated(config, without_unknown(config, given.settings), AXOLOTL)
+    for name in ("datasets", "pretraining_dataset", "test_datasets"):
+        if run[name] is not None:
+            _datasets(config, run, name)
     put_length(config, run, "max_steps", "num_epochs")
     put_interval(config, run, "save_steps", "checkpoint.interval_steps")
     put_interval(config, run, "eval_steps", "valid.interval_steps")
@@ -252,10 +341,8 @@ def _warmup(config: Translation, run: Settings) -> None:
 
 
 def _rates(config: Translation, run: Settings) -> None:
-    """Follows transformers' schedules: a constant rate has no warm-up, and only cosine has a final rate."""
-    if run["lr_scheduler"] == "constant":
-        config.drop("optimizer.warmup_steps")
-        config.drop("optimizer.warmup_ratio")
+    """Sets the schedule of transformers, in which axolotl gives cosine a final rate."""
+    put_schedule(config, run, "lr_scheduler")
     if run["lr_scheduler"] == "cosine" and run["cosine_min_lr_ratio"] is not None:
         last_rate(config, run["cosine_min_lr_ratio"], "cosine_min_lr_ratio")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.reading import json_or_yaml
 from mtrain.config.foreign.sharding import CHECKS, put_sharding
 from mtrain.config.foreign.trainers import (
@@ -44,10 +45,10 @@ TRAINER: Mapping[str, Any] = table("transformers")
 def put_trainer(config: Translation, run: Settings) -> None:
     """Sets length, batch, schedule, precision and intervals from the arguments of the Trainer."""
     put_length(config, run, "max_steps", "num_train_epochs")
-    is_known = run["num_processes"] is not None and not {"tp", "cp", "pp"} & (config.get("layout") or {}).keys()
+    is_known = run["num_processes"] is not None
     put_whole_batch(config, run, (*_ACCUMULATED, *(["num_processes"] if is_known else ())), is_of_one_rank=not is_known)
     put_warmup(config, run, "warmup_steps", "warmup_ratio", rounds_up=True)
-    _schedule(config, run)
+    put_schedule(config, run)
     _precision(config, run)
     _checkpoints(config, run)
     _validation(config, run)
@@ -59,10 +60,10 @@ def put_trainer(config: Translation, run: Settings) -> None:
         config.drop("metrics.project")
 
 
-def _schedule(config: Translation, run: Settings) -> None:
-    """Sets the schedule; transformers' constant rate has no warm-up."""
-    name, options = str(run["lr_scheduler_type"]), dict(mapping(run["lr_scheduler_kwargs"] or {}))
-    origin = run.described("lr_scheduler_type")
+def put_schedule(config: Translation, run: Settings, setting: str = "lr_scheduler_type") -> None:
+    """Sets the schedule that `setting` names; transformers' constant rate has no warm-up."""
+    name, options = str(run[setting]), dict(mapping(run["lr_scheduler_kwargs"] or {}))
+    origin = run.described(setting)
     if name == "constant":
         config.drop("optimizer.warmup_steps")
         config.drop("optimizer.warmup_ratio")
@@ -165,18 +166,41 @@ def accelerate_settings(config: Translation, content: Mapping[str, Any]) -> dict
     options = content.get("fsdp_config") or {name: value for name, value in content.items() if name.startswith("fsdp_")}
     if options or content.get("distributed_type") == "FSDP":
         settings |= {"fsdp": True, "fsdp_config": options}
-    sizes = {**content, **(content.get("parallelism_config") or {})}
-    for kind, key in (("tp", "layout.tp"), ("cp", "layout.cp"), ("sp", "layout.cp")):
-        name = f"parallelism_config_{kind}_size"
-        if name in sizes and number(sizes[name]) > 1:
-            config.put(key, sizes[name], name)
-            config.put("layout.cp_comm", "ulysses" if kind == "sp" else None, name)
-    if number(content.get("num_processes") or -1) > 0:
-        settings["num_processes"] = content["num_processes"]
+    if (ranks := _parallelism(config, content)) > 0:
+        settings["num_processes"] = ranks
     if content.get("megatron_lm_config"):
         config.lost.append("megatron_lm_config: the layout is layout.tp, layout.pp and layout.sp")
     _report_accelerate(config, content, zero)
     return settings
+
+
+def _parallelism(config: Translation, content: Mapping[str, Any]) -> int:
+    """Sets the layout of accelerate's parallelism_config; returns the number of data-parallel ranks, 0 if unknown."""
+    given = {**content, **(content.get("parallelism_config") or {})}
+    kinds = ("tp", "cp", "sp", "dp_replicate", "dp_shard")
+    size = {kind: int(number(given.get(f"parallelism_config_{kind}_size") or 1)) for kind in kinds}
+    for kind, key in (("tp", "layout.tp"), ("cp", "layout.cp"), ("sp", "layout.cp")):
+        name = f"parallelism_config_{kind}_size"
+        if size[kind] > 1:
+            config.put(key, size[kind], name)
+            config.put("layout.cp_comm", "ulysses" if kind == "sp" else None, name)
+    copies, parts = size["dp_replicate"], size["dp_shard"]
+    if copies > 1 and parts > 1:
+        config.notes.append(
+            f"parallelism_config_dp_replicate_size={copies}, parallelism_config_dp_shard_size={parts}: layout.shard "
+            "divides over all data-parallel ranks, without copies"
+        )
+    processes, together = int(number(given.get("num_processes") or -1)), size["tp"] * size["cp"] * size["sp"]
+    if processes <= 0:
+        return copies * parts if copies * parts > 1 else 0
+    if processes % together:
+        raise ConfigError(
+            f"num_processes={processes} is not a multiple of the {together} ranks of parallelism_config that share a "
+            "row; fix one of them"
+        )
+    if together > 1:
+        config.notes.append(f"num_processes={processes} is {processes // together} data-parallel ranks")
+    return processes // together
 
 
 def _report_accelerate(config: Translation, content: Mapping[str, Any], zero: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.command_lines import after_launcher, environment, is_variable, options
+from mtrain.config.foreign.hf_trainer import put_schedule
 from mtrain.config.foreign.images import PIXELS_PER_TOKEN, Part, Parts, is_qwen3, put_images
 from mtrain.config.foreign.reading import read_of
 from mtrain.config.foreign.sharding import CHECKS, put_shard, put_sharding
@@ -21,6 +22,7 @@ from mtrain.config.foreign.trainers import (
     drop_adapter_of_full_runs,
     finish,
     is_on,
+    objective_of,
     permit_layout_dependent,
     put_best,
     put_interval,
@@ -31,7 +33,7 @@ from mtrain.config.foreign.trainers import (
     put_whole_batch,
     reward_model,
 )
-from mtrain.config.foreign.translation import Row, Settings, Translation, choice, lost, rows_of, translated
+from mtrain.config.foreign.translation import Row, Settings, Translation, lost, rows_of, translated
 from mtrain.config.foreign.values import listed, mapping, number, scalar
 from mtrain.config.tables import table
 
@@ -47,7 +49,7 @@ def _preference(config: Translation, value: Any, name: str) -> None:
     if value == "rm":
         reward_model(config, True, f"{name}=rm")
     else:
-        choice("loss.function", {loss: loss for loss in PREFERENCES}).put(config, value, name)
+        objective_of(PREFERENCES)(config, value, name)
 
 
 def _columns(config: Translation, value: Any, name: str) -> None:
@@ -140,6 +142,9 @@ def from_ms_swift(arguments: Sequence[str]) -> Translation:
     _images(config, run)
     if "rlhf" in command and run["rlhf_type"] is None:
         config.put("loss.function", "dpo", "ms-swift's default of rlhf_type")
+    if "pt" in command:
+        config.put("data.format", "text", "ms-swift's default of pt, which trains texts without a template")
+        config.notes.append("pt: a record has a text here, and no messages: rewrite those with one answer")
     _paths(config, run, "megatron_output" if "train_iters" in rows else "output")
     config.notes.append("ms-swift renders conversations with its own templates; here the tokenizer's is used")
     finish(config, run)
@@ -154,8 +159,8 @@ def _rows(command: Sequence[str], names: set[str]) -> dict[str, Row]:
     if "rlhf" in command:
         rows["loss_scale"] = Row(rows["loss_scale"].put, "last_round")
     if "pt" in command:
-        rows["loss_scale"] = Row(rows["loss_scale"].put, "all")
-        rows["use_chat_template"] = lost("conversations are rendered by a template", False)
+        rows["loss_scale"] = lost("a text is in the loss as a whole", "all")
+        rows["use_chat_template"] = lost("data.format=text trains texts without a template", False)
     return rows
 
 
@@ -301,9 +306,7 @@ def _of_transformers(config: Translation, run: Settings) -> None:
     put_length(config, run, "max_steps", "num_train_epochs")
     put_sharding(config, run)
     put_warmup(config, run, "warmup_steps", "warmup_ratio", rounds_up=True)
-    if run["lr_scheduler_type"] == "constant":
-        config.drop("optimizer.warmup_steps")
-        config.drop("optimizer.warmup_ratio")
+    put_schedule(config, run)
     if run["gradient_accumulation_steps"] is None:
         config.put("train.global_batch_size", 16, "ms-swift's default of gradient_accumulation_steps, for 16 samples")
     else:

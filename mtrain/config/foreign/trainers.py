@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, get_args
 
@@ -314,6 +314,36 @@ def reward_model(config: Translation, value: Any, name: str) -> None:
         config.put("model.num_labels", 1, name)
 
 
+def objective_of(values: Mapping[str, str] | Sequence[str]) -> Put:
+    """Returns a function that sets the loss from the name of an objective.
+
+    Others are refused: without them the run would minimise something else.
+
+    Args:
+        values: Objective in another program -> loss.function; a list if the names are the same.
+    """
+    known = dict(values) if isinstance(values, Mapping) else dict(zip(values, values))
+
+    def put(config: Translation, value: Any, name: str) -> None:
+        if value in known:
+            choice("loss.function", known).put(config, value, name)
+        else:
+            config.wrong.append(
+                f"{name}={value}: loss.function supports {', '.join(known.values())}; a loop in Python does the rest: "
+                "see docs/training/rl.md"
+            )
+
+    return put
+
+
+def aggregate_as_main(config: Translation, term: str) -> None:
+    """Gives a side term the aggregation of the main term; its own default is token-mean."""
+    for key in ("aggregation", "norm_length"):
+        ours = f"loss.{key}"
+        if config.get(ours) not in (None, "token-mean"):
+            config.put(f"loss.side_terms.{term}.{key}", config.get(ours), config.origins[ours])
+
+
 def put_likelihood(config: Translation, run: Settings) -> None:
     """Reports the likelihood term of chosen answers, which TRL adds to SimPO unless its weight is 0."""
     if number(1 if run["cpo_alpha"] is None else run["cpo_alpha"]):
@@ -439,6 +469,7 @@ COMMON: Mapping[str, Callable[..., Any]] = {
     "held_out": held_out,
     "modules": recomputed_modules,
     "number": number,
+    "objective_of": objective_of,
     "optimizer_of": optimizer_of,
     "packing_of": packing_of,
     "path": lambda value: fitting("model.hf", value),

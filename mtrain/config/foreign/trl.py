@@ -13,6 +13,7 @@ from mtrain.config.foreign.hf_trainer import FUNCTIONS, TRAINER, accelerate_sett
 from mtrain.config.foreign.images import all_trained, put_images
 from mtrain.config.foreign.reading import Form, Given, read_settings, without_unknown
 from mtrain.config.foreign.trainers import (
+    aggregate_as_main,
     drop_adapter_of_full_runs,
     files_of,
     finish,
@@ -242,6 +243,7 @@ def _adapter(config: Translation, run: Settings) -> None:
     is_adapted = is_on(run, "use_peft")
     if is_adapted:
         config.put("adapter.kind", "lora", "use_peft")
+    if is_adapted and "lora_target_modules" not in run.explicit:
         targets(config, _OF_PEFT, "TRL's default of lora_target_modules, which is PEFT's for Llama, Mistral and Qwen")
     drop_adapter_of_full_runs(config, is_adapted=is_adapted)
 
@@ -271,8 +273,13 @@ def _records(config: Translation, run: Settings) -> None:
 def _policy(config: Translation, run: Settings) -> None:
     """Sets the loss of GRPO's trainer, whose samples come from a loop."""
     config.drop("train.num_epochs")
-    for key in ("data.train", "data.valid", "data.kind"):
-        config.drop(key)
+    for key in ("data.train", "data.valid", "data.kind", "data.columns"):
+        config.drop(key, is_named=False)
+    config.lost += [
+        f"{name}={run[name]}: a loop reads prompts; samples come from rollouts"
+        for name in ("dataset_name", "datasets", "dataset_mixture")
+        if name in run.explicit
+    ]
     config.put("data.kind", "mock", "samples come from a loop in Python: Engine.forward_backward")
     if run["max_prompt_length"] is not None:
         names = ("max_prompt_length", "max_completion_length")
@@ -311,7 +318,22 @@ def _policy(config: Translation, run: Settings) -> None:
         )
     if run["delta"] is not None and function == "ppo":
         config.put("loss.options.dual_clip", number(run["delta"]), "delta")
+    _correct(config, run)
     _side_terms(config, run)
+
+
+def _correct(config: Translation, run: Settings) -> None:
+    """Sets the weights by which TRL corrects for the probabilities of vLLM, unless it samples by transformers."""
+    prefix = "vllm_importance_sampling_"
+    if not (is_on(run, "use_vllm") and is_on(run, f"{prefix}correction")):
+        return
+    most = f"{prefix}cap" if run[f"{prefix}cap"] is not None else f"{prefix}clip_max"
+    for key, name in (("rollout_cap", most), ("rollout_floor", f"{prefix}clip_min")):
+        if run[name] is not None and number(run[name]):
+            config.put(f"loss.options.{key}", number(run[name]), run.origin(name))
+    if config.get("loss.options.rollout_cap") or config.get("loss.options.rollout_floor"):
+        kind = str(run[f"{prefix}mode"]).replace("_", "-")
+        config.put("loss.options.rollout_correction", kind, run.origin(f"{prefix}mode"))
 
 
 def _side_terms(config: Translation, run: Settings) -> None:
@@ -319,6 +341,7 @@ def _side_terms(config: Translation, run: Settings) -> None:
         config.put("loss.side_terms.kl.function", "kl", "beta")
         config.put("loss.side_terms.kl.coefficient", coefficient, "beta")
         config.put("loss.side_terms.kl.options.estimator", "k3", "beta")
+        aggregate_as_main(config, "kl")
         if is_on(run, "use_bias_correction_kl"):
             config.lost.append(
                 f"{run.described('use_bias_correction_kl')}: the divergence is not weighted by the ratio"

@@ -16,6 +16,7 @@ from mtrain.config.foreign.reading import leaves, read_of
 from mtrain.config.foreign.sharding import put_shard
 from mtrain.config.foreign.trainers import (
     COMMON,
+    aggregate_as_main,
     drop_adapter_of_full_runs,
     finish,
     is_on,
@@ -28,6 +29,7 @@ from mtrain.config.foreign.values import is_same, listed, number, scalar
 from mtrain.config.tables import table
 
 _ACTOR = "actor_rollout_ref.actor."
+_CORRECTION = "algorithm.rollout_correction."
 _WHOLE = ("data.apply_chat_template_kwargs", "data.mm_processor_kwargs")
 """Mappings that are one setting."""
 
@@ -337,6 +339,9 @@ def _actor(config: Translation, run: Settings, trainer: Trainer) -> None:
     config.put("train.global_batch_size", size, f"{run.origin(batch[0])} x {batch[1]}, in sequences")
     _policy(config, run, trainer)
     _side_terms(config, run, trainer)
+    _correct(config, run)
+    if config.get("loss.function") == "gspo":
+        _aggregate_sequences(config)
     temperature = run["actor_rollout_ref.rollout.temperature"]
     if temperature is not None and number(temperature) != 1:
         config.notes.append("the sampler's temperature is part of each sample: Datum(..., temperature=T)")
@@ -356,6 +361,27 @@ def _policy(config: Translation, run: Settings, trainer: Trainer) -> None:
         config.put("loss.norm_length", run[length], run.origin(length))
 
 
+def _correct(config: Translation, run: Settings) -> None:
+    """Sets the weights by which verl corrects for the probabilities of the sampler."""
+    level, cap = run[f"{_CORRECTION}rollout_is"], run[f"{_CORRECTION}rollout_is_threshold"]
+    if level in ("token", "sequence") and cap is not None:
+        config.put("loss.options.rollout_cap", number(cap), run.origin(f"{_CORRECTION}rollout_is_threshold"))
+        config.put("loss.options.rollout_correction", f"{level}-truncate", run.described(f"{_CORRECTION}rollout_is"))
+
+
+def _aggregate_sequences(config: Translation) -> None:
+    """Sets the aggregation of GSPO's main term, which verl does not take from loss_agg_mode."""
+    if config.get("loss.aggregation") != "seq-mean-token-mean":
+        origin = config.origins.get("loss.aggregation", "")
+        for key in ("aggregation", "norm_length"):
+            config.drop(f"loss.{key}", is_named=False)
+        config.put("loss.aggregation", "seq-mean-token-mean", "verl's default, whose gspo has no other aggregation")
+        if not config.is_default(origin):
+            config.notes.append(
+                f"{origin}: gspo is seq-mean-token-mean in verl, and only other terms are aggregated so"
+            )
+
+
 def _side_terms(config: Translation, run: Settings, trainer: Trainer) -> None:
     switch, coefficient, kind, entropy = (
         trainer.name(f"actor.{key}") for key in ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coeff")
@@ -364,6 +390,8 @@ def _side_terms(config: Translation, run: Settings, trainer: Trainer) -> None:
         config.put("loss.side_terms.kl.function", "kl", run.origin(switch))
         config.put("loss.side_terms.kl.coefficient", number(run[coefficient]), run.origin(coefficient))
         config.put("loss.side_terms.kl.options.estimator", _ESTIMATORS[run[kind]], run.described(kind))
+        aggregate_as_main(config, "kl")
     if bonus := number(run[entropy] or 0):
         config.put("loss.side_terms.entropy.function", "entropy", entropy)
         config.put("loss.side_terms.entropy.coefficient", -bonus, f"{entropy}, which is subtracted")
+        aggregate_as_main(config, "entropy")

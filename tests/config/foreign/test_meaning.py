@@ -14,10 +14,14 @@ import yaml
 from mtrain.arch.lr import learning_rate
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.foreign.axolotl import from_axolotl
 from mtrain.config.foreign.llamafactory import from_llamafactory
 from mtrain.config.foreign.megatron_bridge import from_megatron_bridge
+from mtrain.config.foreign.megatron_lm import from_megatron_lm
+from mtrain.config.foreign.ms_swift import from_ms_swift
 from mtrain.config.foreign.torchtitan import from_torchtitan
 from mtrain.config.foreign.trl import from_trl
+from mtrain.config.foreign.verl import from_verl
 from mtrain.hf.configuration import resolved
 from tests.cli.command_line import call
 from tests.config.foreign.programs import PROGRAMS, head
@@ -180,6 +184,37 @@ def test_terms_of_grpo_beside_the_loss() -> None:
     assert terms["kl"] == {"function": "kl", "coefficient": 0.04, "options": {"estimator": "k3"}}
     assert terms["entropy"] == {"function": "entropy", "coefficient": -0.01}
     assert found.get("data.seq_length") == 100 + 512
+    # TRL adds the divergence to each token's loss, and the entropy as a mean over tokens
+    terms = config_of(f"{words} --loss_type dr_grpo --max_steps 9").loss.side_terms
+    assert (terms["kl"].aggregation, terms["kl"].norm_length) == ("seq-mean-token-sum-norm", 512)
+    assert terms["entropy"].aggregation == "token-mean"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", {}),
+        ("--use_vllm", {"rollout_cap": 3.0, "rollout_correction": "sequence-mask"}),
+        ("--use_vllm --vllm_importance_sampling_correction false", {}),
+        (
+            "--use_vllm --vllm_importance_sampling_mode token_truncate --vllm_importance_sampling_clip_min 0.5",
+            {"rollout_cap": 3.0, "rollout_floor": 0.5, "rollout_correction": "token-truncate"},
+        ),
+        (
+            "--use_vllm --vllm_importance_sampling_cap 2",
+            {"rollout_cap": 2, "rollout_correction": "sequence-mask"},
+        ),
+    ],
+)
+def test_weights_for_the_probabilities_of_vllm(words: str, expected: dict[str, Any]) -> None:
+    options = config_of(f"trl grpo --model_name_or_path M --max_steps 9 {words}").loss.options
+    assert {name: value for name, value in options.items() if name.startswith("rollout")} == expected
+
+
+def test_targets_of_trl_replace_those_of_peft() -> None:
+    words = "sft --model_name_or_path M --dataset_name a.jsonl --use_peft"
+    for given, targets in (("", ["q_proj", "v_proj"]), ("--lora_target_modules o_proj k_proj", ["o_proj", "k_proj"])):
+        assert from_trl(f"{words} {given}".split()).get("adapter.targets") == targets
 
 
 @pytest.mark.parametrize(
@@ -258,6 +293,15 @@ def test_accelerate_beside_the_arguments(tmp_path: Path) -> None:
     context = {**zero, "parallelism_config": {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 1}}
     layout = from_trl(["sft", str(write(tmp_path / "cp.yaml", context)), *base.split()]).content["layout"]
     assert layout == {"cp": 2, "shard": "weights"}
+    sizes = {f"parallelism_config_{kind}_size": 2 for kind in ("tp", "cp", "dp_replicate", "dp_shard")}
+    for known, ranks in (({}, 2), ({"num_processes": -1}, 4)):  # data-parallel ranks see different samples
+        given = {**zero, "parallelism_config": sizes, **known}
+        found = from_trl(["sft", str(write(tmp_path / "dp.yaml", given)), *base.split()])
+        assert found.get("train.global_batch_size") == 8 * ranks
+        assert any("dp_replicate_size=2" in line for line in found.notes)
+    with refuses(ConfigError, "num_processes=6"):
+        given = {**zero, "parallelism_config": sizes, "num_processes": 6}
+        from_trl(["sft", str(write(tmp_path / "dp.yaml", given)), *base.split()])
     ulysses = {**zero, "parallelism_config": {"parallelism_config_sp_size": 4}, "num_machines": 1}
     found = from_trl(["sft", str(write(tmp_path / "sp.yaml", ulysses)), *base.split()])
     assert found.content["layout"] == {"cp": 4, "cp_comm": "ulysses", "shard": "weights"}
@@ -280,7 +324,18 @@ def test_accelerate_beside_the_arguments(tmp_path: Path) -> None:
         (from_trl, "sft --learning_rate $LR", "shell variable"),
         (from_trl, "nonsense", "nonsense"),
         (from_megatron_bridge, "llama3_8b_pretrian_pretrain_config", "this recipe of Megatron-Bridge is not known"),
+        (from_megatron_bridge, "llama3_8b_finetune_config", "llama3_8b_sft or llama3_8b_peft"),
         (from_torchtitan, "", "neither a file nor an argument of torchtitan"),
+        # without the objective a run would minimise another one
+        (from_axolotl, "--base_model M --datasets a --learning_rate 1e-5 --rl grpo", "rl=grpo"),
+        (from_ms_swift, "swift rlhf --model M --dataset a --max_length 9 --rlhf_type grpo", "rlhf_type=grpo"),
+        (from_ms_swift, "megatron rlhf --model M --dataset a --max_length 9 --rlhf_type gkd", "rlhf_type=gkd"),
+        (
+            from_verl,
+            "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+            "loss_mode=clip_cov",
+        ),
+        (from_megatron_lm, "--num-layers 2 --perform-rl-step", "--perform-rl-step"),
     ],
 )
 def test_what_is_refused(translate: Callable[[list[str]], Any], words: str, fact: str) -> None:
