@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import setuptools
 
 from mtrain.base.errors import SITE
 from tests.hf.folders import save
@@ -143,7 +142,7 @@ def test_links_of_the_package_on_an_index_lead_to_the_site(wheel: Path) -> None:
 
 def test_a_package_without_a_site_has_no_relative_links(monkeypatch: pytest.MonkeyPatch) -> None:
     built: dict[str, str] = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **given: built.update(given))
+    monkeypatch.setattr("setuptools.setup", lambda **given: built.update(given))
     monkeypatch.delenv(SITE, raising=False)
     runpy.run_path(str(ROOT / "setup.py"))
     text = built["long_description"]

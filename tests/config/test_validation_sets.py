@@ -58,8 +58,8 @@ def test_a_later_form_replaces_an_earlier_one(tmp_path: Path) -> None:
     one, named = [{"path": "y"}], {"code": [{"path": "z"}], "chat": [{"path": "z"}]}
     for earlier, later, expected in ((one, {"code": [SOURCE]}, {"code": "x"}), (named, [SOURCE], {"valid": "x"})):
         base = write(tmp_path / "base.yaml", content(data={**INDEXED, "valid": earlier}))
-        sets = load_config([base, {"data": {"valid": later}}], []).data.valid_sets
-        assert {name: sources[0].path for name, sources in sets.items()} == expected
+        data: Any = load_config([base, {"data": {"valid": later}}], []).data
+        assert {name: sources[0].path for name, sources in data.valid_sets.items()} == expected
 
 
 def test_a_split_replaces_named_sets_too(tmp_path: Path) -> None:

@@ -287,9 +287,9 @@ def from_axolotl(words: Sequence[str]) -> Translation:
     config = Translation("axolotl")
     given = read_settings(config, words, Form(AXOLOTL, ("train",)))
     run = translated(config, without_unknown(config, given.settings), AXOLOTL)
-    for name in ("datasets", "pretraining_dataset", "test_datasets"):
-        if run[name] is not None:
-            _datasets(config, run, name)
+    for setting in ("datasets", "pretraining_dataset", "test_datasets"):
+        if run[setting] is not None:
+            _datasets(config, run, setting)
     put_length(config, run, "max_steps", "num_epochs")
     put_interval(config, run, "save_steps", "checkpoint.interval_steps")
     put_interval(config, run, "eval_steps", "valid.interval_steps")

@@ -178,7 +178,8 @@ def _rows(config: Translation, recipe: str, settings: Mapping[str, Any]) -> dict
             "the name of yours before the file"
         )
     else:
-        defaults = _of_recipe(recipe, settings.get("peft"))
+        is_given = any(name.startswith("peft.") for name in settings)
+        defaults = _of_recipe(recipe, str(settings["peft"]) if "peft" in settings else "lora" if is_given else None)
         config.notes.append(f"defaults are those of the recipe {recipe}_config, Megatron-Bridge 0.3.1")
     for name, value in defaults.items():
         is_null = name in settings and settings[name] is None
@@ -186,21 +187,24 @@ def _rows(config: Translation, recipe: str, settings: Mapping[str, Any]) -> dict
     return rows
 
 
-def _of_recipe(recipe: str, peft: Any) -> dict[str, Any]:
-    """Returns the values that a recipe sets, by dotted key; some depend on whether `peft` names adapters."""
+def _of_recipe(recipe: str, peft: str | None) -> dict[str, Any]:
+    """Returns the values that a recipe sets, by dotted key.
+
+    Args:
+        peft: Kind of adapters or none, on which some values depend; None: as the recipe says.
+    """
     if recipe not in _TABLE["recipes"]:
         of_kinds = [recipe.replace("_finetune", kind) for kind in ("_sft", "_peft")]
-        known = [name for name in of_kinds if name in _TABLE["recipes"]]
-        near = " or ".join(known) or meant(recipe, _TABLE["recipes"])
+        later = [name for name in of_kinds if name in _TABLE["recipes"]]
+        near = " or ".join(later) or meant(recipe, _TABLE["recipes"])
         raise ConfigError(
             f"{recipe}: this recipe of Megatron-Bridge is not known here; "
             + (f"did you mean {near}?" if near else "write its values into a file that overrides the ConfigContainer")
         )
     known = {**_TABLE["recipes"][recipe]}
     kinds, kind, hf = _TABLE["kinds"], known.pop("kind"), known.pop("hf")
-    peft = known.get("peft") if peft is None else peft
     adapted = known.pop("adapted", {})
-    known |= adapted if str(peft).lower() not in ("none", "null", "") else {}
+    known |= {} if str(known.get("peft") if peft is None else peft).lower() == "none" else adapted
     defaults = {**kinds["all"], **(kinds["sft"] if kind == "peft" else {}), **kinds[kind]}
     return {
         **defaults,

@@ -343,6 +343,8 @@ RECIPES = [
     ("gemma3_vl_12b_finetune_config peft=lora", 1, 1e-4, (True, True, False)),
     ("ministral3_14b_finetune_config", 2, 1e-4, (True, True, False)),
     ("ministral3_14b_finetune_config peft=none", 4, 5e-6, (False, False, False)),
+    ("ministral3_14b_finetune_config peft=null", 4, 5e-6, (False, False, False)),
+    ("qwen3_vl_8b_finetune_config peft.dim=8", 1, 1e-4, (True, True, False)),
     ("qwen3_vl_8b_finetune_config", 4, 1e-5, (True, False, True)),
     ("qwen3_vl_8b_finetune_config model.freeze_language_model=false", 4, 1e-5, (True, False, False)),
     ("qwen3_vl_30b_a3b_finetune_config peft=dora", 1, 2e-4, (True, True, False)),

@@ -315,7 +315,11 @@ def test_records_of_pairs_of_axolotl(rl: str, dataset: Any, columns: Any, lost: 
 
 def test_what_axolotl_says_of_a_conversation(tmp_path: Path) -> None:
     """What equals the behaviour here is no loss; a template of its own name is said to differ."""
-    same = {"field_tools": "tools", "field_thinking": "reasoning_content", "message_field_training": "train"}
+    same: dict[str, Any] = {
+        "field_tools": "tools",
+        "field_thinking": "reasoning_content",
+        "message_field_training": "train",
+    }
     same |= {"train_on_eos": "turn", "train_on_eot": "turn", "roles": {"assistant": ["gpt", "assistant"]}}
     other = {"field_tools": "functions", "roles": {"user": ["customer"]}, "train_on_eos": "all"}
     given = {"base_model": "M", "learning_rate": 1, "chat_template": "qwen3_5"}
