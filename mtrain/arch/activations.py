@@ -226,11 +226,20 @@ class Activations:
         if moved and layout.stage(pp_rank, chunk) > 0 and not _small([self._input_bytes()]):
             moved[0] -= self._input_bytes()
             inputs += self._input_bytes()
+        if layout.stage(pp_rank, chunk) == 0:
+            inputs += self._features_bytes()
         if layout.stage(pp_rank, chunk) == layout.num_stages - 1:
             whole += self._norm_bytes()  # the final norm
             inputs += num_depths * self._input_bytes()
             whole += sum(self._layer_bytes(layer, skipped) for layer in model.layers_ahead[num_depths:])
         return _ChunkActivations(inputs, whole, tuple(moved), len(layers) - num_moved)
+
+    def _features_bytes(self) -> int:
+        """Estimates the deeper features of images, which recomputed layers of the first stage add."""
+        vision = self.config.model.vision
+        if vision is None or not vision.deepstack or self.config.train.recompute != "full":
+            return 0
+        return (1 + len(vision.deepstack)) * self._input_bytes()
 
     def largest_layer_bytes(self) -> int:
         """Estimates the activations of the largest layer."""

@@ -51,7 +51,6 @@ def images(config: Sections) -> Iterator[str]:
         return
     unable = {
         f"train.fp8={train.fp8}": train.fp8 is not None,
-        f"train.offload_layers={train.offload_layers}": train.offload_layers is not None,
         "train.overlap_param_gather=true": train.overlap_param_gather,
         "loss.teacher": config.loss.teacher is not None,
         "model.backend=te": config.model.backend == "te",
@@ -111,7 +110,7 @@ def _frozen_language_model(vision: VisionSection, config: Sections) -> Iterator[
 
 def _deepstack(num_deep: int, config: Sections) -> Iterator[str]:
     """Checks that the first pipeline stage has the layers after which features are added."""
-    model, layout, train = config.model, config.layout, config.train
+    model, layout = config.model, config.layout
     if layout.stage_layers is not None:
         first = layout.stage_layers[0]
     elif layout.first_stage_layers is not None:
@@ -122,11 +121,6 @@ def _deepstack(num_deep: int, config: Sections) -> Iterator[str]:
         yield (
             f"model.vision.deepstack adds features after the first {num_deep} layers, but the first pipeline stage has "
             f"{first}; lower layout.pp or layout.vpp, or set layout.first_stage_layers"
-        )
-    if train.recompute == "full":
-        yield (
-            "train.recompute=full cannot be combined with model.vision.deepstack, whose features are added between "
-            "layers; use selective"
         )
 
 

@@ -30,7 +30,6 @@ BALANCED = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "expert_bias": 
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 LORA = {"kind": "lora", "rank": 2, "targets": ["proj"]}
 UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "train.offload_layers=1": ({"train__offload_layers": 1}, {}),
     "train.overlap_param_gather=true": (
         {"train__overlap_param_gather": True, "train__overlap_grad_reduce": True},
         {},
@@ -52,7 +51,6 @@ UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "optimizer.tower_lr=0.001 has no effect": ({"optimizer__tower_lr": 1e-3}, {"freeze_projector": False}),
     "optimizer.projector_lr=0.001 has no effect": ({"optimizer__projector_lr": 1e-3}, TRAINED),
     "tower_lr=1e+38 gives factors": ({"optimizer__tower_lr": 1e38}, TRAINED),
-    "train.recompute=full": ({"train__recompute": "full"}, {"deepstack": (0, 1)}),
     "the first pipeline stage has 1": ({"layout__pp": 8}, {"deepstack": (0, 1)}),
     "deepstack=[1, 0]": ({}, {"deepstack": (1, 0)}),
     "hidden_size=20": ({}, {"hidden_size": 20}),
@@ -85,6 +83,8 @@ def test_a_tower_needs_nothing_else() -> None:
     assert config(model__vision=VISION, optimizer__kind="muon").model.vision is not None
     assert config(model__vision=VISION | ALONE, adapter=LORA).model.has_frozen_language_model
     assert config(model__vision=VISION | ALONE | TRAINED).model.has_frozen_language_model
+    assert config(model__vision=VISION | {"deepstack": (0, 1)}, train__recompute="full").train.recompute == "full"
+    assert config(model__vision=VISION, train__offload_layers=1).train.offload_layers == 1
 
 
 def test_a_rate_of_a_tower_needs_a_tower(tmp_path: Any) -> None:

@@ -40,6 +40,7 @@ FROZEN = {"freeze_tower": True, "freeze_projector": True}
 CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
     "all": (Layout(), TOWER | {"deepstack": (0, 1)}, {}),
     "all, bf16": (Layout(), TOWER, {"train__precision": "bf16"}),
+    "all, recomputed": (Layout(), TOWER | {"deepstack": (0, 1)}, {"train__recompute": "full"}),
     "tower, recomputed": (Layout(), TOWER | {"freeze_projector": True}, {"train__recompute": "full"}),
     "projector": (Layout(), TOWER | {"freeze_tower": True, "deepstack": (2,)}, {}),
     "none": (Layout(), TOWER | FROZEN, {"model__num_layers": 1}),

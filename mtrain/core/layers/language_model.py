@@ -39,7 +39,7 @@ from mtrain.core.layers.moe.router import router_marks
 from mtrain.core.layers.mtp import Depths
 from mtrain.core.layers.output_layer import DeferredLogits, Logits, OutputLayer, ScoreHead
 from mtrain.core.layers.own_parameters import ShardedOffsets
-from mtrain.core.layers.vision import VisionTower
+from mtrain.core.layers.vision import PlacedFeatures, VisionTower
 from mtrain.core.ranks.groups import Groups
 
 
@@ -83,7 +83,6 @@ class LanguageModel(LanguageModule):
             self.embedding = LanguageModelEmbedding(config, rows, 0, "rope", tp_group=groups.collection.tp)
         if self.pre_process and model.vision is not None:
             self.vision = VisionTower(model.vision, model.hidden_size, config, groups)
-        self._deep: list[Tensor] = []  # features that a forward pass adds after each of the first layers
         self._sees_ahead = model.vision is not None and model.vision.bidirectional
         self._scales_embeddings = model.scale_embeddings
         # the dtype of activations, since parameters of a frozen base may be narrower
@@ -98,8 +97,10 @@ class LanguageModel(LanguageModule):
             vp_stage=vp_stage,
         )
         if self.pre_process and model.vision is not None:
-            for number, _ in enumerate(model.vision.deepstack):
-                self.decoder.layers[number].register_forward_hook(functools.partial(self._with_features, number))
+            num_deep = len(model.vision.deepstack)
+            for number in range(num_deep):
+                hook = functools.partial(_with_features, number, number == num_deep - 1)
+                self.decoder.layers[number].register_forward_hook(hook, with_kwargs=True)
         if self.mtp_process:
             self.mtp = Depths(model, config, backend, groups.collection, vp_stage)
         if self.post_process:
@@ -144,16 +145,18 @@ class LanguageModel(LanguageModule):
         documents = with_image_ends(batch.document_starts, ends)
         sequence_ids = _sequences_of_text(batch)
         angles = self._angles(batch)
+        found = self._embed_all(batch) if self.pre_process else None
         # megatron-core passes both "masks" unread to every layer, even in recomputation: our attention reads document
-        # starts from `attention_mask`, routers read `router_marks` from `padding_mask`. Arguments by name, so that a
-        # hook can tell the input from tensors that stay alive anyway (offload/activations.py).
+        # starts from `attention_mask`, routers read `router_marks` from `padding_mask`, `_with_features` reads deeper
+        # features from `context`, which gets a gradient. Arguments by name, so that a hook can tell the input from
+        # tensors that stay alive anyway (offload/activations.py).
         hidden_states = self.decoder(
-            hidden_states=self._embed_all(batch) if self.pre_process else None,
+            hidden_states=None if found is None else found.embedded,
+            context=None if found is None else found.deep,
             attention_mask=documents,
             rotary_pos_emb=angles,
             padding_mask=self._own_part(router_marks(sequence_ids, batch.choices if self.replays else {})),
         )
-        self._deep = []
         if not self.post_process:
             return hidden_states
         ahead = batch.mtp if self.mtp_process and self.looks_ahead else ()
@@ -178,18 +181,14 @@ class LanguageModel(LanguageModule):
             angles = self.rotary(batch.positions[:1] if batch.document_starts is None else batch.positions)
         return angles
 
-    def _embed_all(self, batch: Microbatch) -> Tensor:
-        """Returns embeddings of tokens and features of images, [seq_local, batch, hidden], like `_embed`."""
+    def _embed_all(self, batch: Microbatch) -> PlacedFeatures:
+        """Returns embeddings of tokens and features of images at the positions of `_embed`."""
         embedded, images = self._embed(batch.tokens), batch.images
-        if hasattr(self, "vision"):
-            places = self._own_part(None if images is None else images.places)
-            embedded, self._deep = self.vision(embedded, images, places)
-        return embedded
-
-    def _with_features(self, number: int, layer: object, inputs: object, output: Any) -> Any:
-        """Adds the features of a deeper layer of the tower to a layer's output, as a forward hook."""
-        hidden_states, *others = output
-        return (hidden_states + self._deep[number], *others) if self._deep else output
+        if not hasattr(self, "vision"):
+            return PlacedFeatures(embedded)
+        places = self._own_part(None if images is None else images.places)
+        found: PlacedFeatures = self.vision(embedded, images, places)
+        return found
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Returns embeddings, [seq_local, batch, hidden]; this rank's part under sequence parallelism."""
@@ -234,6 +233,18 @@ class LanguageModel(LanguageModule):
             # megatron-core marks it as padded for tp, so a vocabulary's output weight could be loaded in its place
             tensors[f"{prefix}output_layer.weight"].allow_shape_mismatch = False
         return tensors
+
+
+def _with_features(
+    number: int, is_last: bool, layer: object, args: object, options: dict[str, Any], output: Any
+) -> Any:
+    """Adds the features of a deeper layer of the tower to the output of layer `number`, as a forward hook; the last
+    such layer passes them no further."""
+    hidden_states, deep = output
+    if options["context"] is None:
+        return output
+    # from the arguments, which a recomputed layer gets again, and returns the gradient of
+    return hidden_states + options["context"][number], None if is_last else deep
 
 
 def _sequences_of_text(batch: Microbatch) -> Tensor | None:

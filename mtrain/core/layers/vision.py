@@ -25,6 +25,16 @@ from mtrain.core.layers.own_parameters import ShardedOffsets
 from mtrain.core.ranks.groups import Groups, to_device
 
 
+class PlacedFeatures(NamedTuple):
+    """Features at the positions of a rank, [positions, batch, hidden] each; 0 for text."""
+
+    embedded: Tensor
+    """Embeddings, with features in the place of those of images."""
+    deep: Tensor | None = None
+    """What is added after each of the first layers of the language model, [layers, positions, batch, hidden]; None
+    without DeepStack, and for a microbatch of text."""
+
+
 class VisionTower(MegatronModule, Remembering):
     """Encodes images, and replaces embeddings by their features."""
 
@@ -47,29 +57,25 @@ class VisionTower(MegatronModule, Remembering):
             # each rank of TP then encodes other images, so finalize_model_grads must sum the gradients
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(
-        self, embedded: Tensor, images: MicrobatchImages | None, places: Tensor | None
-    ) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, embedded: Tensor, images: MicrobatchImages | None, places: Tensor | None) -> PlacedFeatures:
         """Replaces embeddings by features.
 
         Args:
             embedded: Embeddings of this rank's positions, [positions, batch, hidden].
             images: Images of the microbatch; None for text.
             places: Feature at each of these positions, [batch, positions]; -1 for text. None for text.
-
-        Returns:
-            The embeddings, and the features that are added after each of the first layers of the language model, of the
-            same shape and 0 for text; an empty list for a microbatch of text.
         """
         if images is None or places is None:
-            return self._connected(embedded), []
+            return PlacedFeatures(self._connected(embedded))
         features = self._features(images).to(embedded.dtype)
         # the first row is for text and gets no gradient
         table = torch.cat((features.new_zeros(1, self._width), features))
         # contiguous, since the next stage receives a contiguous tensor
         numbers = places.t().contiguous() + 1
-        rows, *deep = torch.split(functional.embedding(numbers, table, padding_idx=0), self._hidden_size, dim=-1)
-        return torch.where((numbers > 0).unsqueeze(-1), rows, embedded).contiguous(), deep
+        rows = functional.embedding(numbers, table, padding_idx=0)
+        rows = rows.view(*numbers.shape, -1, self._hidden_size).movedim(2, 0)
+        embedded = torch.where((numbers > 0).unsqueeze(-1), rows[0], embedded).contiguous()
+        return PlacedFeatures(embedded, rows[1:] if len(rows) > 1 else None)
 
     def remember(self, reading: CachedPass | None) -> None:
         """Shares the work in generation only with ranks that read the same prompts, which those of CP do not."""

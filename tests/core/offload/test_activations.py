@@ -17,10 +17,12 @@ from mtrain.core.layers.offload.activations import move_activations
 from mtrain.core.state.host_memory import PIECE_BYTES
 from tests.core.offload.copies import Copies
 from tests.core.offload.offload_ranks import Moved, train_each
+from tests.parity import images
 from tests.parity.batches import documents_steps, two_steps
 from tests.parity.cases import case, lean
 from tests.parity.compare import initial_parameters
 from tests.parity.expert_models import MIXTRAL
+from tests.parity.models import test_images
 from tests.parity.ranks import Run
 from tests.pool import Pool
 
@@ -58,6 +60,22 @@ def test_moved_activations_change_no_bit(pool: Pool, layout: dict[str, Any], mod
             assert moved.num_back <= moved.num_gone
             assert_same(plain, moved)
     assert all(sum(rank[place].num_back for rank in ranks) for place in range(1, len(runs), 2))
+
+
+def test_activations_of_layers_with_deeper_features_move_to_the_host(pool: Pool) -> None:
+    each = case(4, num_layers=3, pp=2, first_stage_layers=2)
+    changes: list[dict[str, Any]] = [{}, {"train__offload_layers": 1}, {"train__offload_layers": 2} | BLOCKS]
+    configs = [test_images.config_of(each, "deepstack", test_images.TRAINED, **change) for change in changes]
+    runs = [Run(config, images.initial("deepstack"), test_images.steps()) for config in configs]
+    ranks = pool.run(train_each, each.resolved(configs[0]), runs)
+    for plain, *others in ranks:
+        assert plain.num_gone == 0
+        for moved in others:
+            assert moved.num_gone > 0
+            assert moved.outcome.steps[0].loss == plain.outcome.steps[0].loss
+    oracle = test_images.reference("deepstack", tuple(test_images.TRAINED.items()))
+    for moved, config in zip(ranks[0], configs, strict=True):
+        test_images.measured(moved.outcome, oracle, config).assert_below()
 
 
 def assert_same(plain: Moved, moved: Moved) -> None:

@@ -44,6 +44,7 @@ PROJECTOR_ALONE = PROJECTOR | {"freeze_language_model": True}
 TOWER_ALONE = TRAINED | {"freeze_language_model": True}
 LENGTHS = (32, 17, 9, 24, 30)
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
+RECOMPUTED: dict[str, Any] = {"train__recompute": "full"}
 
 
 @cache
@@ -155,10 +156,11 @@ def test_experts_of_tokens_of_images_are_those_of_transformers(pool: Pool, each:
     assert_exact(pool, each, kind="experts")
 
 
-DEEP_CASES = [
-    case(4, num_layers=3),
-    case(4, num_layers=3, tp=2, sp=True, cp=2),
-    case(4, num_layers=3, pp=2, first_stage_layers=2, dp=2),
+DEEP_CASES: list[tuple[Case, dict[str, Any]]] = [
+    (case(4, num_layers=3), {}),
+    (case(4, num_layers=3, tp=2, sp=True, cp=2), RECOMPUTED),
+    (case(4, num_layers=3, pp=2, first_stage_layers=2, dp=2), {}),
+    (case(4, num_layers=3, dp=2), RECOMPUTED | {"layout__shard": "weights"}),
 ]
 
 
@@ -170,9 +172,9 @@ def test_deeper_features_reach_experts_as_in_transformers(pool: Pool, each: Case
     assert_exact(pool, each, kind="deepstack experts")
 
 
-@pytest.mark.parametrize("each", DEEP_CASES, ids=map(str, DEEP_CASES))
-def test_deeper_features_are_added_as_in_transformers(pool: Pool, each: Case) -> None:
-    assert_exact(pool, each, kind="deepstack")
+@pytest.mark.parametrize(("each", "changes"), DEEP_CASES, ids=[str(each) for each, _ in DEEP_CASES])
+def test_deeper_features_are_added_as_in_transformers(pool: Pool, each: Case, changes: dict[str, Any]) -> None:
+    assert_exact(pool, each, kind="deepstack", **changes)
 
 
 GEMMA3_CASES: list[tuple[Case, dict[str, Any]]] = [
@@ -232,7 +234,7 @@ ALONE_CASES: list[tuple[Case, Kind, dict[str, bool], dict[str, Any]]] = [
     (case(4, num_layers=2, tp=2, sp=True, cp=2), "dense", PROJECTOR_ALONE, {}),
     (case(8, num_layers=2, tp=2), "dense", TOWER_ALONE, {}),
     # stages and ranks that train nothing
-    (case(4, num_layers=2, pp=2), "dense", PROJECTOR_ALONE, {"train__recompute": "full"}),
+    (case(4, num_layers=2, pp=2), "dense", PROJECTOR_ALONE, RECOMPUTED),
     (case(4, num_layers=2, pp=2, dp=2), "dense", TOWER_ALONE, {"train__overlap_grad_reduce": True}),
     (case(4, num_layers=2, tp=2, sp=True, ep=2), "experts", PROJECTOR_ALONE, {}),
     (case(4, num_layers=3, pp=2, first_stage_layers=2, dp=2), "deepstack", TOWER_ALONE, {"layout__shard": "weights"}),
@@ -267,7 +269,10 @@ TABLE: list[tuple[str, Case, Kind, dict[str, bool], dict[str, Any]]] = [
         for each, shard in PACKED_CASES
     ),
     *((_NAMES["experts"], each, "experts", TRAINED, {}) for each in EXPERT_CASES),
-    *((_NAMES["deepstack"], each, "deepstack", TRAINED, {}) for each in DEEP_CASES),
+    *(
+        (f"{_NAMES['deepstack']}{', recomputed' if changes else ''}", each, "deepstack", TRAINED, changes)
+        for each, changes in DEEP_CASES
+    ),
     *((_NAMES["deepstack experts"], each, "deepstack experts", TRAINED, {}) for each in DEEP_EXPERT_CASES),
     *(
         (f"{_NAMES['gemma3']}{', packed' if changes else ''}", each, "gemma3", TRAINED, changes)

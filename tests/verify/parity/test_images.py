@@ -28,7 +28,11 @@ def with_images(vision: dict[str, Any], **changes: Any) -> Config:
     [
         (
             {"deepstack": (0, 1)},
-            {"data__isolate_documents": True, "model__experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16}},
+            {
+                "data__isolate_documents": True,
+                "model__experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16},
+                "train__recompute": "full",
+            },
             "tp2spcp2mbs2,pp2dp2ep2mbs2",
         ),
         ({}, PACKED | {"model__delta_net": NET}, "tp2spcp2mbs1"),
@@ -79,22 +83,25 @@ EXPECTED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "places-counted-in-slices": (TRAINED, SHARED, "cp", "loss"),
     "images-cut-at-cp-border": (TRAINED, SHARED, "cp", "loss"),
     "deeper-features-dropped": (TRAINED | DEEP, ALONE, "every layout", "loss"),
+    "deeper-features-not-recomputed": (TRAINED | DEEP, ALONE, "every layout", "gradient"),
     "frozen-weights-decayed": ({"freeze_projector": False}, ALONE, "every layout", "update"),
 }
 """Fault -> keys of model.vision, layouts, the axis and the kind of quantity that reveal it."""
+NEEDED: dict[str, dict[str, Any]] = {"deeper-features-not-recomputed": {"train__recompute": "full"}}
+"""Fault -> what the run needs besides a tower."""
 
 
 @pytest.mark.fault(
     "numbers",
     "a changed trainer misplaces images, drops axes, deeper features or a rank's part, or averages over ranks",
-    happens="`mtrain verify parity` names the axis and the first quantity that deviates, for each of twelve faults",
+    happens="`mtrain verify parity` names the axis and the first quantity that deviates, for each of thirteen faults",
     exit_code=1,
 )
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_every_fault_of_images_is_found(pool: Pool, fault: str, notice: Notice) -> None:
     vision, layouts, axis, kind = EXPECTED[fault]
     with notice:
-        report = check(pool, with_images(vision), layouts, fault, num_steps=1)
+        report = check(pool, with_images(vision, **NEEDED.get(fault, {})), layouts, fault, num_steps=1)
     assert notice.exit_code == int(not report.passed)
     assert [layout.error for layout in report.layouts if layout.error] == []
     assert report.diagnosis is not None

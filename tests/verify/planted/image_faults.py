@@ -18,7 +18,7 @@ from mtrain.core.ranks.groups import Groups
 from tests.verify.planted.plants import Plant, in_step, replacing
 
 _features, _forward, _gather = VisionTower._features, VisionTower.forward, gather_from_sequence_parallel_region
-_angles = ThreeAxesRotary.forward
+_angles, _with_features = ThreeAxesRotary.forward, language_model._with_features
 
 
 def _of_the_next_place(self: Any, images: Any) -> Tensor:
@@ -86,8 +86,13 @@ def _cut_at_borders(self: Any, embedded: Tensor, images: Any, places: Tensor | N
 
 
 def _without_deeper(self: Any, embedded: Tensor, images: Any, places: Tensor | None) -> Any:
-    rows, deep = _forward(self, embedded, images, places)
-    return rows, [torch.zeros_like(each) for each in deep]
+    found = _forward(self, embedded, images, places)
+    return found._replace(deep=None if found.deep is None else torch.zeros_like(found.deep))
+
+
+def _only_at_first(*given: Any) -> Any:
+    """Adds deeper features in the forward pass alone, which computes no gradients in recomputed layers."""
+    return given[-1] if torch.is_grad_enabled() else _with_features(*given)
 
 
 IMAGE_PLANTS: dict[str, Plant] = {
@@ -100,6 +105,7 @@ IMAGE_PLANTS: dict[str, Plant] = {
     "places-counted-in-slices": replacing(VisionTower, "forward", _counted_in_slices),
     "images-cut-at-cp-border": replacing(VisionTower, "forward", _cut_at_borders),
     "deeper-features-dropped": replacing(VisionTower, "forward", _without_deeper),
+    "deeper-features-not-recomputed": replacing(language_model, "_with_features", _only_at_first),
 }
 POSITIONS_IN_SLICES = replacing(ThreeAxesRotary, "forward", _by_slice)
 NO_ZEROS = replacing(VisionTower, "_connected", lambda self, values: values)
