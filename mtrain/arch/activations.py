@@ -12,6 +12,7 @@ from typing import NamedTuple, assert_never
 from mtrain.arch.adapters import holds_narrow, in_layer, learns_output, trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS, alike, kinds, present
 from mtrain.arch.features.feature import EMBEDDING, AdaptedMatrix, hidden_local
+from mtrain.arch.features.mtp import num_passed_features
 from mtrain.arch.features.vision import kept_patch_elements, passing_patch_elements, patches_of_tokens
 from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.arch.parameters import output_columns
@@ -226,20 +227,23 @@ class Activations:
         if moved and layout.stage(pp_rank, chunk) > 0 and not _small([self._input_bytes()]):
             moved[0] -= self._input_bytes()
             inputs += self._input_bytes()
-        if layout.stage(pp_rank, chunk) == 0:
-            inputs += self._features_bytes()
+        inputs += self._features_bytes(layout.stage(pp_rank, chunk))
         if layout.stage(pp_rank, chunk) == layout.num_stages - 1:
             whole += self._norm_bytes()  # the final norm
             inputs += num_depths * self._input_bytes()
             whole += sum(self._layer_bytes(layer, skipped) for layer in model.layers_ahead[num_depths:])
         return _ChunkActivations(inputs, whole, tuple(moved), len(layers) - num_moved)
 
-    def _features_bytes(self) -> int:
-        """Estimates the deeper features of images, which recomputed layers of the first stage add."""
-        vision = self.config.model.vision
-        if vision is None or not vision.deepstack or self.config.train.recompute != "full":
+    def _features_bytes(self, stage: int) -> int:
+        """Estimates the features of images next to the hidden states: deeper ones, which recomputed layers of the first
+        stage add, and those that MTP depths read, which later stages receive."""
+        model = self.config.model
+        if model.vision is None:
             return 0
-        return (1 + len(vision.deepstack)) * self._input_bytes()
+        if stage > 0:
+            return num_passed_features(model) * self._input_bytes()
+        is_added_again = self.config.train.recompute == "full" and model.vision.deepstack
+        return (1 + len(model.vision.deepstack)) * self._input_bytes() if is_added_again else 0
 
     def largest_layer_bytes(self) -> int:
         """Estimates the activations of the largest layer."""

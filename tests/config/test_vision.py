@@ -37,9 +37,8 @@ UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model.backend=te": ({"model__backend": "te"}, {}),
     "adapter": ({"adapter": LORA}, TRAINED),
     "optimizer.kind=muon": ({"optimizer__kind": "muon"}, TRAINED),
-    "mtp_depths": ({"model__mtp_depths": 1}, {}),
     "sliding_window": ({"model__sliding_window": 8}, {}),
-    "num_labels": ({"model__num_labels": 1, "loss__function": "reward"}, {}),
+    "num_labels=1": ({"model__num_labels": 1, "loss__function": "reward"}, {}),
     "vision.image_token=1000": ({}, {"image_token": 1000}),
     "vision.rope_sections=[2, 2, 1]": ({}, {"rope_sections": (2, 2, 1)}),
     "leaves nothing to train": ({}, ALONE),
@@ -59,6 +58,7 @@ UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 NETS = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8, "full_attention_every": 2}
 UNABLE_WITH_GEMMA3: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mtp_depths=1": ({"model__mtp_depths": 1}, {}),
     "layout.cp_comm=ring": ({"layout__cp": 2, "layout__cp_comm": "ring"}, {}),
     "delta_net": ({"model__delta_net": NETS}, {}),
     "global_attention cannot": (
@@ -83,8 +83,8 @@ def test_a_tower_needs_nothing_else() -> None:
     assert config(model__vision=VISION, optimizer__kind="muon").model.vision is not None
     assert config(model__vision=VISION | ALONE, adapter=LORA).model.has_frozen_language_model
     assert config(model__vision=VISION | ALONE | TRAINED).model.has_frozen_language_model
+    assert config(model__vision=VISION, model__mtp_depths=1, train__offload_layers=1).model.layers_ahead
     assert config(model__vision=VISION | {"deepstack": (0, 1)}, train__recompute="full").train.recompute == "full"
-    assert config(model__vision=VISION, train__offload_layers=1).train.offload_layers == 1
 
 
 def test_a_rate_of_a_tower_needs_a_tower(tmp_path: Any) -> None:

@@ -72,10 +72,11 @@ def test_an_empty_section_takes_the_tower_of_the_folder(folder: Path, tmp_path: 
         run_of(tmp_path, {"hf": str(folder), "vision": {"hidden_size": 32}})
 
 
-@pytest.mark.parametrize("freezes", [True, False], ids=["frozen", "trained"])
+@pytest.mark.parametrize("freezes", [True, False], ids=["frozen", "trained, with a token ahead"])
 def test_a_run_changes_what_it_trains(freezes: bool, folder: Path, pool: Pool, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    config = run_of(run, {"hf": str(folder), "vision": {} if freezes else TRAINED})
+    folder = folder if freezes else saved("ahead", tmp_path / "ahead")
+    config = run_of(run, {"hf": str(folder)} | ({"vision": {}} if freezes else {"vision": TRAINED, "mtp_depths": 1}))
     started = pool.run(hf_ranks.started_weights, Layout(), config)[0]
     before = state_of(folder)
     for name, value in before.items():
@@ -102,10 +103,10 @@ def test_a_run_changes_what_it_trains(freezes: bool, folder: Path, pool: Pool, t
     transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts", "deepstack", "deepstack experts", "gemma3", "mistral3"])
+@pytest.mark.parametrize("kind", ["ahead", "experts", "deepstack", "deepstack experts", "gemma3", "mistral3"])
 def test_an_import_with_the_tower_comes_back_byte_for_byte(kind: Kind, tmp_path: Path) -> None:
     folder = saved(kind, tmp_path / "theirs")
-    import_hf(folder, tmp_path / "ours", None, num_workers=1, with_vision=True)
+    import_hf(folder, tmp_path / "ours", None, num_workers=1, depths=int(kind == "ahead"), with_vision=True)
     assert not (tmp_path / "ours" / "hf" / "carried.safetensors").exists()
     export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
     for file in folder.iterdir():

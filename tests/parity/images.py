@@ -20,7 +20,7 @@ from mtrain.config import Config
 from mtrain.core.batch.images import SampleImages
 from mtrain.core.batch.sample import shifted
 from mtrain.hf.schema.registry import family_of
-from tests.hf.megatron_names import from_huggingface
+from tests.parity import images_ahead
 from tests.parity.batches import BATCH, SEQ, VOCAB, GlobalBatch
 from tests.parity.cases import case
 from tests.parity.ranks import Arrays
@@ -187,13 +187,16 @@ def mistral3_config() -> Any:
     )
 
 
-Kind = Literal["dense", "experts", "deepstack", "deepstack experts", "gemma3", "mistral3"]
-"""Qwen3.5, Qwen3.5 with experts, Qwen3-VL, Qwen3-VL with experts, Gemma 3, Ministral 3."""
-WITH_AXES = ("dense", "experts", "deepstack", "deepstack experts")
+Kind = Literal["dense", "experts", "ahead", "ahead experts", "deepstack", "deepstack experts", "gemma3", "mistral3"]
+"""Qwen3.5, Qwen3.5 with experts, both with a prediction further ahead, Qwen3-VL, Qwen3-VL with experts, Gemma 3,
+Ministral 3."""
+WITH_AXES = ("dense", "experts", "ahead", "ahead experts", "deepstack", "deepstack experts")
 """Kinds whose images have positions on three axes, and patches of two frames."""
 KINDS: dict[Kind, tuple[Any, Any]] = {
     "dense": (transformers.Qwen3_5ForConditionalGeneration, dense_config),
     "experts": (transformers.Qwen3_5MoeForConditionalGeneration, experts_config),
+    "ahead": (images_ahead.of_class(transformers.Qwen3_5ForConditionalGeneration), dense_config),
+    "ahead experts": (images_ahead.of_class(transformers.Qwen3_5MoeForConditionalGeneration), experts_config),
     "deepstack": (transformers.Qwen3VLForConditionalGeneration, deepstack_config),
     "deepstack experts": (transformers.Qwen3VLMoeForConditionalGeneration, deepstack_experts_config),
     "gemma3": (transformers.Gemma3ForConditionalGeneration, gemma3_config),
@@ -240,7 +243,8 @@ def knobs(kind: Kind, **vision: bool) -> dict[str, Any]:
     family = family_of(described)
     model = family.with_vision(family.model(described), described)[1]
     assert model.vision is not None
-    model = model.model_copy(update={"vision": model.vision.model_copy(update=vision)})
+    depths = int(kind.startswith("ahead"))
+    model = model.model_copy(update={"vision": model.vision.model_copy(update=vision), "mtp_depths": depths})
     return {f"model__{key}": value for key, value in model.model_dump(exclude={"vocab_multiple"}).items()}
 
 
@@ -330,8 +334,8 @@ def _sample(rng: np.random.Generator, pictures: Sequence[Picture], length: int, 
         start, end = picture.start, picture.start + len(tokens)
         assert not (ids[start:end] == _IMAGE).any(), "images overlap"
         ids[start:end] = tokens
-        if kind not in WITH_AXES:  # tokens of an image count like text
-            continue
+        if kind not in WITH_AXES:
+            continue  # tokens of an image count like text
         # rows and columns of an image count from the position after the text, and so does the text after the longer one
         at = axes[start, 0]
         grid = np.indices((1, picture.rows // _MERGE, picture.columns // _MERGE)).reshape(3, -1).T
@@ -374,10 +378,7 @@ def _ours(tensors: dict[str, Tensor], kind: Kind) -> Arrays:
     section = case(num_layers=2).config(**knobs(kind)).model
     tower = {own: value.detach().clone() for name, value in tensors.items() if (own := _own_name(name)) is not None}
     text = {name: value for name, value in tensors.items() if _own_name(name) is None}
-    renamed = from_huggingface(
-        {name.replace("model.language_model.", "model."): value for name, value in text.items()}, section
-    )
-    return {name: value.numpy() for name, value in (renamed | tower).items()}
+    return {name: value.numpy() for name, value in (images_ahead.parameters(text, section) | tower).items()}
 
 
 def exact(kind: Kind, config: Config, batches: Sequence[GlobalBatch]) -> Exact:
@@ -397,7 +398,7 @@ def exact(kind: Kind, config: Config, batches: Sequence[GlobalBatch]) -> Exact:
     losses, norms, gradients = [], [], []
     for step, batch in enumerate(batches):
         adam.zero_grad()
-        losses.append(_differentiated(model, batch))
+        losses.append(_differentiated(model, batch, config.loss.mtp_coefficient))
         gradients.append(
             _ours(
                 {
@@ -435,11 +436,13 @@ def _groups(trained: dict[str, Any], section: Any) -> list[dict[str, Any]]:
     return groups
 
 
-def _differentiated(model: Any, batch: GlobalBatch) -> float:
-    denominator = sum(float(sample.mask.sum()) for sample in batch)
+def _differentiated(model: Any, batch: GlobalBatch, coefficient: float) -> float:
+    # a depth has one label less
+    denominators = [sum(float(sample.mask[depth:].sum()) for sample in batch) for depth in (0, 1)]
     total = 0.0
     for sample in batch:
-        loss = -score(model, sample) / denominator
+        parts = zip(scores(model, sample), denominators, (1.0, coefficient))
+        loss = -torch.stack([factor * part / whole for part, whole, factor in parts]).sum()
         if loss.requires_grad:  # else the sample is a text, of whose model nothing is trained
             loss.backward()
         total += loss.item()
@@ -448,10 +451,16 @@ def _differentiated(model: Any, batch: GlobalBatch) -> float:
 
 def score(model: Any, sample: Any) -> Any:
     """Sums the log-probabilities of a sample's labels, times their weights."""
-    given = seen(model.config.model_type, sample.images, len(sample.tokens))
-    logits = model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False, **given).logits[0]
-    losses = F.cross_entropy(logits, torch.from_numpy(sample.labels), reduction="none")
-    return -(losses * torch.from_numpy(sample.mask)).sum()
+    return scores(model, sample)[0]
+
+
+def scores(model: Any, sample: Any) -> list[Tensor]:
+    """Returns `score` of the next token, and of the one after it if the model predicts that."""
+    ids, labels, mask = map(torch.from_numpy, (sample.tokens, sample.labels, sample.mask))
+    given = {"input_ids": ids[None], "use_cache": False, **seen(model.config.model_type, sample.images, len(ids))}
+    found = images_ahead.both_logits(model, given) if hasattr(model, "mtp") else [model(**given).logits[0]]
+    losses = [F.cross_entropy(each, labels[depth:], reduction="none") for depth, each in enumerate(found)]
+    return [-(each * mask[depth:]).sum() for depth, each in enumerate(losses)]
 
 
 def seen(kind: str, images: SampleImages | None, length: int) -> dict[str, Any]:

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
     "projector": (Layout(), TOWER | {"freeze_tower": True, "deepstack": (2,)}, {}),
     "none": (Layout(), TOWER | FROZEN, {"model__num_layers": 1}),
     "tower alone": (Layout(pp=2), TOWER | {"freeze_language_model": True}, {"layout__pp": 2}),
+    "tokens ahead, last stage": (Layout(pp=2), TOWER, {"layout__pp": 2, "model__mtp_depths": 2}),
     "shared": (Layout(tp=2, sp=True), TOWER, {"layout__tp": 2, "layout__sp": True}),
 }
 
@@ -55,14 +56,16 @@ def test_the_memory_of_a_tower_is_what_its_patches_take(name: str, pool: Pool) -
     layout, vision, changes = CASES[name]
     given = config(**{"train__precision": "fp32", **WIDE, "model__vision": vision, **changes})
     batch = drawn([[Picture(2, 24, 16), Picture(110, 4, 4)]] * 4, 0, (128,))
-    ((found,), *_) = pool.run(measured_with, layout, [given], batch)
-    estimate = arch.memory_per_rank(given, layout, 0, 24 * 16 + (4 * 4 if layout.tp == 1 else 0))
+    rank = layout.pp - 1 if "last stage" in name else 0
+    (found,) = pool.run(measured_with, layout, [given], batch)[rank]
+    estimate = arch.memory_per_rank(given, layout, rank, 24 * 16 + (4 * 4 if layout.tp == 1 else 0))
     states = (estimate.weights_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
     assert (found.weights_bytes, found.gradients_bytes, found.optimizer_bytes) == states
     whole = sum(states) + max(found.forward_backward_bytes, found.update_bytes)
     assert estimate.total_bytes == pytest.approx(whole, rel=0.1)
-    text = arch.memory_per_rank(given, layout, 0)
-    assert text.activations_bytes < estimate.activations_bytes or vision["freeze_tower"], "random tokens have no images"
+    text = arch.memory_per_rank(given, layout, rank)
+    is_text = rank > 0 or vision["freeze_tower"]
+    assert text.activations_bytes < estimate.activations_bytes or is_text, "random tokens have no images"
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3"])
@@ -119,10 +122,10 @@ def saved_bytes(tower: torch.nn.Module, section: VisionSection) -> int:
     return sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in own)
 
 
-def with_images(vision: dict[str, Any] | None, **images: int) -> Config:
+def with_images(vision: dict[str, Any] | None, num_depths: int = 0, **images: int) -> Config:
     """Configures a run on records, which may have images in every token."""
     data = {"kind": "sft", "seq_length": 1024, "train": [{"path": "a.jsonl"}], "tokenizer": "t", "images": images}
-    return config(model__hidden_size=512, data=data, model__vision=vision)
+    return config(model__hidden_size=512, data=data, model__vision=vision, model__mtp_depths=num_depths)
 
 
 LARGE = TOWER | {
@@ -158,6 +161,15 @@ def test_ranks_that_see_the_same_rows_share_the_time_of_the_tower() -> None:
     assert of_tower(Layout(tp=2)) == pytest.approx(alone, rel=0.01)
     for shared in (Layout(tp=2, sp=True), Layout(cp=2)):
         assert of_tower(shared) == pytest.approx(alone / 2, rel=0.1)
+
+
+def test_stages_send_the_features_that_depths_read() -> None:
+    def num_bytes(given: Config) -> float:
+        sent = step_cost(Workload(given, Layout(pp=2), CLUSTER)).sent
+        return sent.nvlink_bytes + sent.network_bytes
+
+    of_text, with_depths = (num_bytes(with_images(vision, num_depths=2)) for vision in (None, LARGE))
+    assert with_depths == 3 * num_bytes(with_images(LARGE)) == 3 * of_text > 0
 
 
 def test_smaller_images_attend_to_fewer_patches() -> None:

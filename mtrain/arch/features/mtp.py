@@ -25,3 +25,9 @@ class MultiTokenPrediction(Feature):
 def joint_parameters(model: ModelSection) -> Parameters:
     """Counts a depth's parameters outside its layer: norms of both inputs and the output, and the input projection."""
     return Parameters(divided=2 * model.hidden_size**2, replicated=3 * norm_elements(model, model.hidden_size))
+
+
+def num_passed_features(model: ModelSection) -> int:
+    """Counts the tensors, each as large as the hidden states, that stages of a pipeline pass on besides these: the
+    features of images that depths read, since the first stage has the tower, and the last one the depths."""
+    return 0 if model.vision is None else model.mtp_depths

@@ -304,14 +304,22 @@ class ModelSection(Section):
             )
         if vision.image_token >= self.vocab_size:
             yield f"vision.image_token={vision.image_token} must be below vocab_size={self.vocab_size}; change it"
+        if self.num_labels is not None:
+            yield (
+                f"num_labels={self.num_labels} cannot be combined with model.vision, since no export could write "
+                "the head of a model of images; remove one of them"
+            )
+        if self.mtp_depths and vision.bidirectional:
+            yield (
+                f"mtp_depths={self.mtp_depths} cannot be combined with vision.kind={vision.kind}, whose image tokens "
+                "see later ones, so that a depth would see what it predicts; set mtp_depths to 0"
+            )
         unable = {
             "mla": self.mla is not None,
             "sliding_window": self.sliding_window is not None and vision.rope_sections is not None,
             "delta_net": self.delta_net is not None and vision.bidirectional,
             "global_attention": self.global_attention is not None and vision.bidirectional,
             "layer_pattern": self.layer_pattern is not None,
-            "num_labels": self.num_labels is not None,
-            "mtp_depths": self.mtp_depths > 0,
             "rope.attention_temperature": self.rope.attention_temperature > 0 and vision.rope_sections is not None,
         }
         for name in (name for name, holds in unable.items() if holds):

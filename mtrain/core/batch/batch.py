@@ -19,6 +19,7 @@ FieldPath = tuple[str, ...]
 and its field."""
 DOCUMENT_STARTS: FieldPath = ("document_starts",)
 IMAGE_ROWS: tuple[FieldPath, ...] = (("images", "places"), ("images", "axes"))
+IMAGE_AHEAD: FieldPath = ("images", "ahead")
 IMAGE_PARTS: tuple[FieldPath, ...] = (("images", "pixels"), ("images", "grids"))
 IMAGE_ENDS: FieldPath = ("images", "ends")
 _WHOLE_ON_HOST = (DOCUMENT_STARTS, *IMAGE_PARTS, IMAGE_ENDS)
@@ -124,7 +125,9 @@ class Microbatch:
         for depth, targets in enumerate(self.mtp):
             fields |= {("mtp", str(depth), name): getattr(targets, name) for name in _DEPTH_FIELDS}
         if self.images is not None:
-            fields |= {path: getattr(self.images, path[1]) for path in (*IMAGE_ROWS, *IMAGE_PARTS, IMAGE_ENDS)}
+            fields |= {
+                path: getattr(self.images, path[1]) for path in (*IMAGE_ROWS, IMAGE_AHEAD, *IMAGE_PARTS, IMAGE_ENDS)
+            }
         return {path: tensor for path, tensor in fields.items() if tensor is not None}
 
     @classmethod

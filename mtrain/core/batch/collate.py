@@ -158,6 +158,8 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
         form.patches_per_feature,
         form.bidirectional_images,
     )
+    if images is not None and form.num_predictions > 1:
+        images = replace(images, ahead=_places_ahead(images.places, starts, form.num_predictions - 1))
     num_ahead = _num_ahead(images)
     return Microbatch(
         tokens=_as_rows(placed, _TOKENS, form.width, np.int64),
@@ -246,6 +248,14 @@ def joined_images(
     pixels, grids = (np.concatenate([getattr(images, name) for images in found]) for name in ("pixels", "grids"))
     of_rows = (places, axes, ends if is_bidirectional else None)
     return MicrobatchImages(torch.from_numpy(pixels), torch.from_numpy(grids), *of_rows)
+
+
+def _places_ahead(places: Tensor, starts: NDArray[np.int32], num_depths: int) -> Tensor:
+    """Returns the feature of the token that each MTP depth reads, [rows, width, depths]; -1 for text, and beyond the
+    end of a document. `starts` has the index at which each token's document begins, [rows, width]."""
+    rows = list(zip(places.numpy() + 1, starts, strict=True))
+    depths = [[values_ahead(row, begins, depth) for row, begins in rows] for depth in range(1, num_depths + 1)]
+    return torch.from_numpy(np.stack(depths, axis=-1) - 1)
 
 
 def _features_left(images: SampleImages, patches_per_feature: int) -> Tensor:

@@ -53,3 +53,6 @@ class MicrobatchImages:
     ends: Tensor | None = None
     """[batch, seq] int32, on the CPU and never sliced: index in the row after the last token that each token sees, for
     tokens of an image its end. None: no token sees a later one."""
+    ahead: Tensor | None = None
+    """[batch, seq, depths] int64: like `places`, for the token that each MTP depth reads; -1 beyond the end of the
+    document. None without depths."""

@@ -16,7 +16,7 @@ from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.loss_reduction import PairAccumulator
 from mtrain.core.engine.optimizer import Optimizer
 from mtrain.core.engine.sharded_model import ShardedModel
-from mtrain.core.layers.build import run_chunk
+from mtrain.core.layers.build import run_chunk, unwrap
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.pair import LossPair
 
@@ -130,12 +130,14 @@ def _run(
 
         return run_chunk(chunk, batch), loss_of_output  # megatron-core calls it only on the last stage
 
+    num_passed = max((unwrap(chunks[0]).num_passed_features(batch) for batch in batches), default=0)
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in chunks],  # each virtual stage iterates over all microbatches
         model=list(chunks),
         num_microbatches=len(batches),
-        seq_length=config.row_width,
+        # of all that a stage sends to the next one
+        seq_length=config.row_width * (1 + num_passed),
         micro_batch_size=config.train.micro_batch_size,
         forward_only=forward_only,
     )

@@ -6,7 +6,7 @@ lengths, and computes losses as means. Names of parameters and keys of checkpoin
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 import torch
@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from mtrain.arch import padded_vocab_size
+from mtrain.arch.features.mtp import num_passed_features
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
 from mtrain.core.batch.batch import Microbatch
@@ -83,6 +84,8 @@ class LanguageModel(LanguageModule):
             self.embedding = LanguageModelEmbedding(config, rows, 0, "rope", tp_group=groups.collection.tp)
         if self.pre_process and model.vision is not None:
             self.vision = VisionTower(model.vision, model.hidden_size, config, groups)
+        self._received: Tensor | None = None  # from the stage before
+        self._passes_features = num_passed_features(model) > 0 and layout.num_stages > 1
         self._sees_ahead = model.vision is not None and model.vision.bidirectional
         self._scales_embeddings = model.scale_embeddings
         # the dtype of activations, since parameters of a frozen base may be narrower
@@ -130,8 +133,7 @@ class LanguageModel(LanguageModule):
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """Sets the hidden states received from the previous stage; schedules call it before each forward pass."""
-        (hidden_states,) = input_tensor
-        self.decoder.set_input_tensor(hidden_states)
+        (self._received,) = input_tensor
 
     def forward(self, batch: Microbatch) -> Tensor | Logits:
         """Runs this stage on a microbatch sliced for context parallelism.
@@ -146,6 +148,7 @@ class LanguageModel(LanguageModule):
         sequence_ids = _sequences_of_text(batch)
         angles = self._angles(batch)
         found = self._embed_all(batch) if self.pre_process else None
+        features = self._take_received(batch) if found is None else found.ahead
         # megatron-core passes both "masks" unread to every layer, even in recomputation: our attention reads document
         # starts from `attention_mask`, routers read `router_marks` from `padding_mask`, `_with_features` reads deeper
         # features from `context`, which gets a gradient. Arguments by name, so that a hook can tell the input from
@@ -158,12 +161,12 @@ class LanguageModel(LanguageModule):
             padding_mask=self._own_part(router_marks(sequence_ids, batch.choices if self.replays else {})),
         )
         if not self.post_process:
-            return hidden_states
+            return torch.cat((hidden_states, *features)) if features else hidden_states
         ahead = batch.mtp if self.mtp_process and self.looks_ahead else ()
         # before the output layer, since with overlap_param_gather the embedding awaits the table that both share
-        embedded = [self._embed(targets.tokens) for targets in ahead]
+        embeddings = [self._embed_ahead(batch, number, features) for number, _ in enumerate(ahead)]
         main, further = self._logits(hidden_states), []
-        for depth, tokens, targets in zip(self.mtp.layers if ahead else (), embedded, ahead):
+        for depth, tokens, targets in zip(self.mtp.layers if ahead else (), embeddings, ahead):
             # depths always choose their experts, since inference engines report only the layers of the model
             marks = sequence_ids
             if sequence_ids is not None and targets.is_padding is not None:
@@ -187,8 +190,36 @@ class LanguageModel(LanguageModule):
         if not hasattr(self, "vision"):
             return PlacedFeatures(embedded)
         places = self._own_part(None if images is None else images.places)
-        found: PlacedFeatures = self.vision(embedded, images, places)
-        return found
+        ahead = None
+        if images is not None and batch.mtp and self.looks_ahead:
+            ahead = self._own_part(images.ahead)
+        found: PlacedFeatures = self.vision(embedded, images, places, ahead)
+        # stages exchange tensors of one shape, also for a microbatch of text
+        missing = 0 if found.ahead else self.num_passed_features(batch)
+        return found._replace(ahead=[*found.ahead, *(torch.zeros_like(found.embedded) for _ in range(missing))])
+
+    def num_passed_features(self, batch: Microbatch) -> int:
+        """Returns the number of tensors of features that a stage passes on besides the hidden states, [seq_local,
+        batch, hidden] each, one after the other along the first axis."""
+        return len(batch.mtp) if self._passes_features and self.looks_ahead else 0
+
+    def _take_received(self, batch: Microbatch) -> Sequence[Tensor]:
+        """Gives the hidden states of the stage before to the decoder; returns the features that came with them."""
+        assert self._received is not None, "schedules set the input of every stage but the first"
+        received, self._received = self._received, None
+        hidden_states, *features = received.chunk(1 + self.num_passed_features(batch))
+        self.decoder.set_input_tensor(hidden_states)
+        return features
+
+    def _embed_ahead(self, batch: Microbatch, depth: int, features: Sequence[Tensor]) -> Tensor:
+        """Returns embeddings of the tokens that an MTP depth, counted from 0, reads, like `_embed`; of images their
+        features."""
+        embedded = self._embed(batch.mtp[depth].tokens)
+        if batch.images is None:
+            return embedded
+        places = self._own_part(batch.images.ahead)
+        assert places is not None, "collate places the features that depths read"
+        return torch.where((places[..., depth] >= 0).t().unsqueeze(-1), features[depth], embedded)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Returns embeddings, [seq_local, batch, hidden]; this rank's part under sequence parallelism."""

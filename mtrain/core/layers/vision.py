@@ -5,6 +5,7 @@ ranks, and an all-gather gives all features to all of them. In the backward pass
 over these ranks, so gradients of the tower are sums over all ranks, like those of other replicated parameters.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, assert_never
 
 import torch
@@ -33,6 +34,8 @@ class PlacedFeatures(NamedTuple):
     deep: Tensor | None = None
     """What is added after each of the first layers of the language model, [layers, positions, batch, hidden]; None
     without DeepStack, and for a microbatch of text."""
+    ahead: Sequence[Tensor] = ()
+    """What replaces the embedding of the token that each MTP depth reads; empty for a microbatch of text."""
 
 
 class VisionTower(MegatronModule, Remembering):
@@ -57,13 +60,17 @@ class VisionTower(MegatronModule, Remembering):
             # each rank of TP then encodes other images, so finalize_model_grads must sum the gradients
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, embedded: Tensor, images: MicrobatchImages | None, places: Tensor | None) -> PlacedFeatures:
+    def forward(
+        self, embedded: Tensor, images: MicrobatchImages | None, places: Tensor | None, ahead: Tensor | None
+    ) -> PlacedFeatures:
         """Replaces embeddings by features.
 
         Args:
             embedded: Embeddings of this rank's positions, [positions, batch, hidden].
             images: Images of the microbatch; None for text.
             places: Feature at each of these positions, [batch, positions]; -1 for text. None for text.
+            ahead: Feature of the token that each MTP depth reads there, [batch, positions, depths]; -1 for text. None
+                if no depth runs.
         """
         if images is None or places is None:
             return PlacedFeatures(self._connected(embedded))
@@ -75,7 +82,11 @@ class VisionTower(MegatronModule, Remembering):
         rows = functional.embedding(numbers, table, padding_idx=0)
         rows = rows.view(*numbers.shape, -1, self._hidden_size).movedim(2, 0)
         embedded = torch.where((numbers > 0).unsqueeze(-1), rows[0], embedded).contiguous()
-        return PlacedFeatures(embedded, rows[1:] if len(rows) > 1 else None)
+        deep = rows[1:] if len(rows) > 1 else None
+        if ahead is None:
+            return PlacedFeatures(embedded, deep)
+        of_depths = functional.embedding(ahead.transpose(0, 1) + 1, table[:, : self._hidden_size], padding_idx=0)
+        return PlacedFeatures(embedded, deep, list(of_depths.unbind(2)))
 
     def remember(self, reading: CachedPass | None) -> None:
         """Shares the work in generation only with ranks that read the same prompts, which those of CP do not."""

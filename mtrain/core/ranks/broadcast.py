@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.core.batch.batch import DOCUMENT_STARTS, IMAGE_ENDS, IMAGE_PARTS, IMAGE_ROWS, FieldPath, Microbatch
+from mtrain.core.batch.batch import (
+    DOCUMENT_STARTS,
+    IMAGE_AHEAD,
+    IMAGE_ENDS,
+    IMAGE_PARTS,
+    IMAGE_ROWS,
+    FieldPath,
+    Microbatch,
+)
 from mtrain.core.batch.collate import RowForm
 from mtrain.core.batch.zigzag import slice_for_context_parallel
 from mtrain.core.ranks.groups import Groups, to_device
@@ -29,7 +37,8 @@ def broadcast_batches(
 
     Takes two broadcasts over TP for all microbatches together, and one for each choice. Between hosts, it takes one
     broadcast if rows have document starts, and one of two numbers at the beginning if rows are packed. With images, it
-    also takes one of their sizes, and for each microbatch with images two between hosts and two between devices.
+    also takes one of their sizes, and for each microbatch with images two between hosts and two between devices (with
+    MTP depths three).
 
     Args:
         batches: Full rows on the host; None on ranks other than tensor-parallel rank 0.
@@ -64,7 +73,7 @@ def broadcast_batches(
         unpacked[path] = _broadcast(batches, [path], dtype, choice_shape, groups)[:, 0].unbind()
     images: Sequence[dict[FieldPath, Tensor]] = [{}] * count
     if form.patches_per_feature is not None:
-        images = _images(batches, count, shape, form.bidirectional_images, groups)
+        images = _images(batches, count, shape, form, groups)
     return [
         Microbatch.of(
             {path: rows.to(fields[path]) for path, rows in zip(paths, [*ints, *floats])}
@@ -96,10 +105,12 @@ def _document_starts(batches: Sequence[Microbatch] | None, shape: tuple[int, ...
 
 
 def _images(
-    batches: Sequence[Microbatch] | None, count: int, shape: tuple[int, int], bidirectional: bool, groups: Groups
+    batches: Sequence[Microbatch] | None, count: int, shape: tuple[int, int], form: RowForm, groups: Groups
 ) -> list[dict[FieldPath, Tensor]]:
-    """Returns the tensors of each microbatch's images, none for a microbatch of text; with the ends of images if they
-    are `bidirectional`."""
+    """Returns the tensors of each microbatch's images, none for a microbatch of text; `form` says which."""
+    rows: list[tuple[FieldPath, tuple[int, ...]]] = list(zip(IMAGE_ROWS, [(), (3,)]))
+    if form.num_predictions > 1:
+        rows.append((IMAGE_AHEAD, (form.num_predictions - 1,)))
     own = None if batches is None else [batch.images for batch in batches]
     # patches, numbers in a patch, images
     sizes = None
@@ -111,13 +122,13 @@ def _images(
     ):
         batch = None if batches is None else batches[number : number + 1]
         parts = dict[FieldPath, Tensor]()
-        for path, wide in zip(IMAGE_ROWS, [(), (3,)]) if images else ():
+        for path, wide in rows if images else ():
             parts[path] = _broadcast(batch, [path], torch.int64, (1, 1, *shape, *wide), groups)[0, 0]
         for path, size in zip(IMAGE_PARTS, [(patches, width), (images, 3)]) if images else ():
             # pixels stay on the hosts; a rank copies only the images that it encodes to its device
             values = None if batch is None else batch[0].tensors()[path]
             parts[path] = broadcast_on_hosts(values, size, torch.int64 if path[1] == "grids" else torch.float32, groups)
-        if images and bidirectional:
+        if images and form.bidirectional_images:
             ends = None if batch is None else batch[0].tensors()[IMAGE_ENDS]
             parts[IMAGE_ENDS] = broadcast_on_hosts(ends, shape, torch.int32, groups)
         found.append(parts)

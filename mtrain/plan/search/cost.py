@@ -21,6 +21,7 @@ from mtrain.arch.activations import FP32_BYTES, element_bytes
 from mtrain.arch.adapters import trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS, kinds
 from mtrain.arch.features.feature import LayerPart, RankParameters, hidden_local, once_a_model
+from mtrain.arch.features.mtp import num_passed_features
 from mtrain.arch.features.vision import kept_layer_elements, layer_matrices, patches_of_tokens, projections
 from mtrain.arch.flops import merger_passes, mfu, num_attended_pairs, run_flops_per_token, sees_everything
 from mtrain.arch.layout import Layout, most_microbatches
@@ -280,7 +281,7 @@ def _between_stages(work: Workload) -> Transfer:
     """Predicts the transfer of one microbatch from one stage to the next."""
     layout = work.layout
     size = work.tokens * hidden_local(work.config.model, layout) * work.element_bytes
-    return sent(work.cluster, layout.tp * layout.cp * layout.dp, size)
+    return sent(work.cluster, layout.tp * layout.cp * layout.dp, (1 + num_passed_features(work.config.model)) * size)
 
 
 def _data_parallel(work: Workload, stage: StepTime, parameters: RankParameters) -> tuple[Transfer, float]:

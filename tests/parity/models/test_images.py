@@ -205,6 +205,29 @@ def test_images_of_rows_that_end_in_tokens_are_those_of_mistral_3(pool: Pool, ea
     assert_exact(pool, each, kind="mistral3")
 
 
+AHEAD_CASES: list[tuple[Case, Kind, dict[str, bool], dict[str, Any]]] = [
+    (case(4, num_layers=2), "ahead", TRAINED, {}),
+    (case(4, num_layers=2, tp=2, sp=True, cp=2), "ahead", TRAINED, {}),
+    (case(num_layers=2, cp=2, cp_comm="ulysses", dp=2), "ahead", TRAINED, PACKED),
+    (case(4, num_layers=2, pp=2, dp=2), "ahead", PROJECTOR, {}),
+    (case(4, num_layers=2, tp=2, sp=True, pp=2), "ahead", TRAINED, RECOMPUTED),
+    (case(4, num_layers=2, pp=2), "ahead", PROJECTOR_ALONE, {}),
+    (case(4, num_layers=2, tp=2, sp=True, dp=2, ep=2), "ahead experts", TRAINED, {}),
+    (case(4, num_layers=2, pp=2, dp=2), "ahead", TRAINED, {"layout__shard": "weights"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("each", "kind", "vision", "changes"),
+    AHEAD_CASES,
+    ids=[f"{kind}-{'-'.join(each.layout) or 'one process'}" for each, kind, _, _ in AHEAD_CASES],
+)
+def test_features_are_read_ahead_as_in_vllm(
+    pool: Pool, each: Case, kind: Kind, vision: dict[str, bool], changes: dict[str, Any]
+) -> None:
+    assert_exact(pool, each, kind, vision, **changes)
+
+
 def test_a_rank_without_images_joins_reductions_that_overlap_backward(pool: Pool) -> None:
     """A microbatch of text, and a rank that has no image of a microbatch, give every weight of the tower a zero."""
     each = case(4, num_layers=2, tp=2, sp=True, dp=2)
@@ -257,6 +280,8 @@ def test_a_frozen_language_model_keeps_every_bit(
 _NAMES: dict[Kind, str] = {
     "dense": "Qwen3.5",
     "experts": "Qwen3.5 with experts",
+    "ahead": "Qwen3.5, a token ahead",
+    "ahead experts": "Qwen3.5 with experts, a token ahead",
     "deepstack": "Qwen3-VL",
     "deepstack experts": "Qwen3-VL with experts",
     "gemma3": "Gemma 3",
@@ -269,6 +294,7 @@ TABLE: list[tuple[str, Case, Kind, dict[str, bool], dict[str, Any]]] = [
         for each, shard in PACKED_CASES
     ),
     *((_NAMES["experts"], each, "experts", TRAINED, {}) for each in EXPERT_CASES),
+    *((_NAMES[kind], each, kind, vision, changes) for each, kind, vision, changes in AHEAD_CASES),
     *(
         (f"{_NAMES['deepstack']}{', recomputed' if changes else ''}", each, "deepstack", TRAINED, changes)
         for each, changes in DEEP_CASES

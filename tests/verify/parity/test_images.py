@@ -31,13 +31,21 @@ def with_images(vision: dict[str, Any], **changes: Any) -> Config:
             {
                 "data__isolate_documents": True,
                 "model__experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16},
+                "model__mtp_depths": 2,
                 "train__recompute": "full",
             },
             "tp2spcp2mbs2,pp2dp2ep2mbs2",
         ),
+        pytest.param(
+            {}, PACKED | {"model__num_layers": 4, "model__mtp_depths": 2}, "pp2vpp2mbs1", marks=pytest.mark.nightly
+        ),
         ({}, PACKED | {"model__delta_net": NET}, "tp2spcp2mbs1"),
     ],
-    ids=["documents, with deeper features and experts", "packed, with delta nets"],
+    ids=[
+        "documents, with deeper features, experts and depths",
+        "packed, interleaved",
+        "packed, with delta nets",
+    ],
 )
 def test_images_are_exact(pool: Pool, vision: dict[str, Any], changes: dict[str, Any], layouts: str) -> None:
     report = check(pool, with_images(TRAINED | vision, **changes), layouts, num_steps=3)
@@ -83,18 +91,27 @@ EXPECTED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "places-counted-in-slices": (TRAINED, SHARED, "cp", "loss"),
     "images-cut-at-cp-border": (TRAINED, SHARED, "cp", "loss"),
     "deeper-features-dropped": (TRAINED | DEEP, ALONE, "every layout", "loss"),
-    "deeper-features-not-recomputed": (TRAINED | DEEP, ALONE, "every layout", "gradient"),
     "frozen-weights-decayed": ({"freeze_projector": False}, ALONE, "every layout", "update"),
+    "depths-read-the-table": (TRAINED, ALONE, "every layout", "loss"),
+    "features-ahead-of-a-slice": (TRAINED, SHARED, "cp", "loss"),
+    "features-ahead-without-gradient": (TRAINED, "pp2mbs8", "pp", "gradient"),
+    "deeper-features-not-recomputed": (TRAINED | DEEP, ALONE, "every layout", "gradient"),
 }
 """Fault -> keys of model.vision, layouts, the axis and the kind of quantity that reveal it."""
-NEEDED: dict[str, dict[str, Any]] = {"deeper-features-not-recomputed": {"train__recompute": "full"}}
+DEPTHS: dict[str, Any] = {"model__mtp_depths": 2}
+NEEDED: dict[str, dict[str, Any]] = {
+    "depths-read-the-table": DEPTHS,
+    "features-ahead-of-a-slice": DEPTHS,
+    "features-ahead-without-gradient": DEPTHS,
+    "deeper-features-not-recomputed": {"train__recompute": "full"},
+}
 """Fault -> what the run needs besides a tower."""
 
 
 @pytest.mark.fault(
     "numbers",
     "a changed trainer misplaces images, drops axes, deeper features or a rank's part, or averages over ranks",
-    happens="`mtrain verify parity` names the axis and the first quantity that deviates, for each of thirteen faults",
+    happens="`mtrain verify parity` names the axis and the first quantity that deviates, for each of sixteen faults",
     exit_code=1,
 )
 @pytest.mark.parametrize("fault", EXPECTED)

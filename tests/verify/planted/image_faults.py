@@ -13,12 +13,14 @@ from mtrain.core.engine.loss_reduction import GlobalTotals, StepSums
 from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.layers import language_model, vision
 from mtrain.core.layers.attention.rotary import Rotary, ThreeAxesRotary
+from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.vision import VisionTower
 from mtrain.core.ranks.groups import Groups
 from tests.verify.planted.plants import Plant, in_step, replacing
 
 _features, _forward, _gather = VisionTower._features, VisionTower.forward, gather_from_sequence_parallel_region
-_angles, _with_features = ThreeAxesRotary.forward, language_model._with_features
+_angles, _take_received = ThreeAxesRotary.forward, LanguageModel._take_received
+_with_features = language_model._with_features
 
 
 def _of_the_next_place(self: Any, images: Any) -> Tensor:
@@ -67,14 +69,14 @@ def _mean_over_dp(sharded: ShardedModel, sums: StepSums, groups: Groups, *others
     return totals
 
 
-def _counted_in_slices(self: Any, embedded: Tensor, images: Any, places: Tensor | None) -> Any:
+def _counted_in_slices(self: Any, embedded: Tensor, images: Any, places: Tensor | None, ahead: Any) -> Any:
     if places is not None:
         marked = places >= 0
         places = torch.where(marked, marked.flatten().cumsum(0).view_as(places) - 1, -1)
-    return _forward(self, embedded, images, places)
+    return _forward(self, embedded, images, places, ahead)
 
 
-def _cut_at_borders(self: Any, embedded: Tensor, images: Any, places: Tensor | None) -> Any:
+def _cut_at_borders(self: Any, embedded: Tensor, images: Any, places: Tensor | None, ahead: Any) -> Any:
     """Drops the part of an image whose beginning is on another rank."""
     if places is not None:
         counts = images.grids.prod(1) // self._per_feature
@@ -82,17 +84,35 @@ def _cut_at_borders(self: Any, embedded: Tensor, images: Any, places: Tensor | N
         image = torch.bucketize(places.cpu(), starts, right=True) - 1
         is_begun = torch.isin(starts, places.cpu())
         places = torch.where((places >= 0) & is_begun[image.clamp(min=0)].to(places.device), places, -1)
-    return _forward(self, embedded, images, places)
+    return _forward(self, embedded, images, places, ahead)
 
 
-def _without_deeper(self: Any, embedded: Tensor, images: Any, places: Tensor | None) -> Any:
-    found = _forward(self, embedded, images, places)
+def _without_deeper(self: Any, *given: Any) -> Any:
+    found = _forward(self, *given)
     return found._replace(deep=None if found.deep is None else torch.zeros_like(found.deep))
+
+
+def _from_the_table(self: Any, batch: Any, depth: int, features: Any) -> Tensor:
+    """Reads the row of the image token in the place of a feature."""
+    found: Tensor = self._embed(batch.mtp[depth].tokens)
+    return found
+
+
+def _ahead_in_slices(self: Any, embedded: Tensor, images: Any, places: Tensor | None, ahead: Tensor | None) -> Any:
+    """Takes the feature of the next position in each context-parallel rank's part of a row."""
+    if places is not None and ahead is not None:
+        ahead = torch.stack([places.roll(-1 - depth, 1) for depth in range(ahead.shape[-1])], dim=-1)
+    return _forward(self, embedded, images, places, ahead)
 
 
 def _only_at_first(*given: Any) -> Any:
     """Adds deeper features in the forward pass alone, which computes no gradients in recomputed layers."""
     return given[-1] if torch.is_grad_enabled() else _with_features(*given)
+
+
+def _without_gradient(self: Any, batch: Any) -> Any:
+    """Keeps the gradient of features on the stage that reads them."""
+    return [each.detach() for each in _take_received(self, batch)]
 
 
 IMAGE_PLANTS: dict[str, Plant] = {
@@ -105,6 +125,9 @@ IMAGE_PLANTS: dict[str, Plant] = {
     "places-counted-in-slices": replacing(VisionTower, "forward", _counted_in_slices),
     "images-cut-at-cp-border": replacing(VisionTower, "forward", _cut_at_borders),
     "deeper-features-dropped": replacing(VisionTower, "forward", _without_deeper),
+    "depths-read-the-table": replacing(LanguageModel, "_embed_ahead", _from_the_table),
+    "features-ahead-of-a-slice": replacing(VisionTower, "forward", _ahead_in_slices),
+    "features-ahead-without-gradient": replacing(LanguageModel, "_take_received", _without_gradient),
     "deeper-features-not-recomputed": replacing(language_model, "_with_features", _only_at_first),
 }
 POSITIONS_IN_SLICES = replacing(ThreeAxesRotary, "forward", _by_slice)

@@ -45,7 +45,8 @@ class Transformer:
         result = Forward(logits=torch.empty(0))
         hidden = self._embedded(rows.tokens)
         result.outputs["embedding"] = hidden
-        hidden, deep = with_features(hidden, rows, self._model, self._tensors)
+        embedded, deep = with_features(hidden, rows, self._model, self._tensors)
+        hidden = embedded
         for number in range(self._model.num_layers):
             name = f"decoder.layers.{number}"
             hidden = self._layer(name, number, hidden, rows, rows.is_text, result, f"layer {number}")
@@ -55,7 +56,7 @@ class Transformer:
         result.outputs["final_layernorm"] = hidden
         result.logits = result.outputs["output_layer"] = self._head(hidden)
         for depth in range(self._model.mtp_depths if looks_ahead else 0):
-            hidden = self._depth(depth, hidden, rows, result)
+            hidden = self._depth(depth, hidden, embedded, rows, result)
             result.ahead.append(self._head(hidden))
         return result
 
@@ -64,12 +65,14 @@ class Transformer:
         result = Forward(logits=torch.empty(0), seen=seen)
         return self._layer(f"decoder.layers.{number}", number, hidden, rows, rows.is_text, result, None)
 
-    def _depth(self, depth: int, hidden: Tensor, rows: Rows, result: Forward) -> Tensor:
-        """Returns the hidden states of a depth after its final norm."""
+    def _depth(self, depth: int, hidden: Tensor, embedded: Tensor, rows: Rows, result: Forward) -> Tensor:
+        """Returns the hidden states of a depth after its final norm; `embedded` is the input of the first layer."""
         name, ahead = f"mtp.layers.{depth}", rows.ahead(depth + 1)
-        embedded = norm(self._module(f"{name}.enorm"), self._embedded(ahead.tokens))
+        later = torch.roll(embedded, -(depth + 1), dims=1)  # features of images among them
+        later = torch.where(ahead.is_text.unsqueeze(-1), later, self._embedded(ahead.tokens))
+        after = norm(self._module(f"{name}.enorm"), later)
         before = norm(self._module(f"{name}.hnorm"), hidden)
-        joined = torch.cat([embedded, before], dim=-1) @ self._tensors[f"{name}.eh_proj.weight"].T
+        joined = torch.cat([after, before], dim=-1) @ self._tensors[f"{name}.eh_proj.weight"].T
         last = self._model.num_layers - 1
         output = self._layer(f"{name}.transformer_layer", last, joined, rows, ahead.is_text, result, None)
         return norm(self._module(f"{name}.final_layernorm"), output)
