@@ -52,7 +52,6 @@ def images(config: Sections) -> Iterator[str]:
     unable = {
         f"train.fp8={train.fp8}": train.fp8 is not None,
         "train.overlap_param_gather=true": train.overlap_param_gather,
-        "loss.teacher": config.loss.teacher is not None,
         "model.backend=te": config.model.backend == "te",
     }
     for name in (name for name, holds in unable.items() if holds):

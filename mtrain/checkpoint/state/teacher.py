@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -15,6 +16,7 @@ from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.imported import MODEL_NAME, imported_model
 from mtrain.config import Config
 from mtrain.config.messages import readable
+from mtrain.config.schema.vision import VisionSection
 from mtrain.core.layers.build import build_frozen_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.teacher import Teacher
@@ -67,10 +69,12 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
             f"loss.teacher.checkpoint: the teacher's vocabulary has {model.vocab_size} tokens ({path}), but "
             f"model.vocab_size={config.model.vocab_size}; use a teacher with the same tokenizer"
         )
+    vision = _tower_for(config.model.vision, model.vision, path)
     content = config.model_dump()
     run_values = {"vocab_multiple": config.model.vocab_multiple, "backend": config.model.backend, "hf": None}
-    content["model"] = model.model_dump() | run_values
-    content["adapter"] = None  # only the student has adapters
+    content["model"] = model.model_dump() | run_values | {"vision": vision}
+    # only the student is trained, perhaps by an optimizer or rates that do not fit the teacher
+    content["adapter"], content["optimizer"] = None, {"lr": config.optimizer.lr}
     if model.num_layers != config.model.num_layers:
         # these count the student's layers
         content["layout"] |= dict.fromkeys(("stage_layers", "first_stage_layers", "last_stage_layers"))
@@ -81,3 +85,27 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
         raise ConfigError(
             f"the layout does not fit the teacher of loss.teacher.checkpoint ({path}): {reasons}"
         ) from None
+
+
+def _tower_for(run: VisionSection | None, teacher: VisionSection | None, path: Path) -> dict[str, Any] | None:
+    """Returns the section of a teacher's tower, all of which is frozen; None if the run reads text alone.
+
+    Raises:
+        ConfigError: The teacher does not read the images that the run reads, as `path` shows.
+    """
+    if run is None:
+        return None
+    if teacher is None:
+        raise ConfigError(
+            f"loss.teacher.checkpoint: the teacher reads no images ({path}), but the run has model.vision; name a "
+            "teacher with a vision tower, such as an import with --vision"
+        )
+    for name in ("kind", "patch_elements", "patches_per_feature", "fixed_side"):
+        theirs, ours = getattr(teacher, name), getattr(run, name)
+        if theirs != ours:
+            raise ConfigError(
+                f"loss.teacher.checkpoint: the teacher's tower has {name}={theirs} ({path}), but the run's has {ours}; "
+                "use a teacher that reads the same patches of images"
+            )
+    frozen = {"freeze_tower": True, "freeze_projector": True, "freeze_language_model": False}
+    return teacher.model_dump() | frozen

@@ -226,7 +226,8 @@ class TeacherSection(Section):
 
     It only runs forward passes, on the microbatches of the step, under the same layout and in the same precision. Its
     run folder, or the model.yaml of an import, describes it; its vocabulary must equal the trained model's. An uneven
-    split of layers (layout.stage_layers and the like) needs a teacher with as many layers as the trained model.
+    split of layers (layout.stage_layers and the like) needs a teacher with as many layers as the trained model. With
+    model.vision it reads the images through its own tower, of the same kind and the same patches.
 
     Without a pipeline it sees each microbatch just before the model does, and nothing is stored. With layout.pp > 1 it
     runs through the pipeline before the model, and the last stage stores its hidden states for all microbatches of the

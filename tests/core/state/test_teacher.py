@@ -9,6 +9,7 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.checkpoint.state.teacher import teacher_config
 from mtrain.config.load import config_yaml
 from tests.config.samples import config
+from tests.config.test_vision import GEMMA3, VISION
 from tests.messages import refuses
 
 
@@ -28,6 +29,17 @@ def test_the_architecture_is_the_teachers_and_the_rest_the_runs(tmp_path: Path) 
     assert (found.layout, found.train, found.data) == (run.layout, run.train, run.data)
 
 
+def test_a_tower_of_a_teacher_is_frozen_and_left_out_of_a_run_on_text(tmp_path: Path) -> None:
+    trained = {"freeze_tower": False, "freeze_projector": False, "freeze_language_model": True}
+    checkpoint = saved(tmp_path, model__vision=VISION | trained | {"num_layers": 5})
+    run = config(model__vision=VISION | trained, optimizer={"kind": "adamw", "lr": 1e-3, "tower_lr": 1e-4})
+    found = teacher_config(run, checkpoint).model.vision
+    assert found is not None
+    assert found.is_frozen
+    assert found.num_layers == 5
+    assert teacher_config(config(), checkpoint).model.vision is None
+
+
 def test_layers_of_another_number_are_divided_evenly(tmp_path: Path) -> None:
     run = config(layout={"pp": 2, "first_stage_layers": 3})
     found = teacher_config(run, saved(tmp_path, model__num_layers=12))
@@ -40,6 +52,9 @@ def test_layers_of_another_number_are_divided_evenly(tmp_path: Path) -> None:
         ({}, {"model__vocab_size": 999}, ["999 tokens", "model.vocab_size=1000", "same tokenizer"]),
         ({"layout__tp": 4}, {"model__num_query_groups": 2}, ["model.num_query_groups=2", "layout.tp=4"]),
         ({"layout__pp": 4}, {"model__num_layers": 6}, ["model.num_layers=6", "layout.pp=4"]),
+        ({"model__vision": VISION}, {}, ["reads no images", "model.vision", "--vision"]),
+        ({"model__vision": VISION}, {"model__vision": VISION | {"patch_size": 2}}, ["patch_elements=24", "96"]),
+        ({"model__vision": VISION}, {"model__vision": GEMMA3}, ["kind=gemma3", "qwen3_vl"]),
     ],
 )
 def test_a_teacher_that_does_not_fit_is_refused_in_words(

@@ -15,6 +15,10 @@ from tests.verify.parity.checks import check
 
 NET = {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8, "full_attention_every": 2}
 TRAINED = {"freeze_tower": False, "freeze_projector": False}
+TAUGHT: dict[str, Any] = {
+    "loss__teacher": {"checkpoint": "not read here"},
+    "loss__side_terms": {"kl": {"function": "distillation", "coefficient": 0.5}},
+}
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 
 
@@ -39,12 +43,12 @@ def with_images(vision: dict[str, Any], **changes: Any) -> Config:
         pytest.param(
             {}, PACKED | {"model__num_layers": 4, "model__mtp_depths": 2}, "pp2vpp2mbs1", marks=pytest.mark.nightly
         ),
-        ({}, PACKED | {"model__delta_net": NET}, "tp2spcp2mbs1"),
+        ({}, PACKED | TAUGHT | {"model__delta_net": NET}, "tp2spcp2mbs1"),
     ],
     ids=[
         "documents, with deeper features, experts and depths",
         "packed, interleaved",
-        "packed, with delta nets",
+        "packed, with delta nets and a teacher",
     ],
 )
 def test_images_are_exact(pool: Pool, vision: dict[str, Any], changes: dict[str, Any], layouts: str) -> None:
@@ -96,6 +100,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "features-ahead-of-a-slice": (TRAINED, SHARED, "cp", "loss"),
     "features-ahead-without-gradient": (TRAINED, "pp2mbs8", "pp", "gradient"),
     "deeper-features-not-recomputed": (TRAINED | DEEP, ALONE, "every layout", "gradient"),
+    "teacher-without-images": (TRAINED, ALONE, "every layout", "loss"),
 }
 """Fault -> keys of model.vision, layouts, the axis and the kind of quantity that reveal it."""
 DEPTHS: dict[str, Any] = {"model__mtp_depths": 2}
@@ -104,6 +109,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "features-ahead-of-a-slice": DEPTHS,
     "features-ahead-without-gradient": DEPTHS,
     "deeper-features-not-recomputed": {"train__recompute": "full"},
+    "teacher-without-images": TAUGHT,
 }
 """Fault -> what the run needs besides a tower."""
 
@@ -111,7 +117,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 @pytest.mark.fault(
     "numbers",
     "a changed trainer misplaces images, drops axes, deeper features or a rank's part, or averages over ranks",
-    happens="`mtrain verify parity` names the axis and the first quantity that deviates, for each of sixteen faults",
+    happens="`mtrain verify parity` names the axis and the first quantity that deviates, for each of seventeen faults",
     exit_code=1,
 )
 @pytest.mark.parametrize("fault", EXPECTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from mtrain.core.layers.attention.rotary import Rotary, ThreeAxesRotary
 from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.vision import VisionTower
 from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.teacher import Teacher
 from tests.verify.planted.plants import Plant, in_step, replacing
 
 _features, _forward, _gather = VisionTower._features, VisionTower.forward, gather_from_sequence_parallel_region
 _angles, _take_received = ThreeAxesRotary.forward, LanguageModel._take_received
-_with_features = language_model._with_features
+_with_features, _run_now = language_model._with_features, Teacher._run_now
 
 
 def _of_the_next_place(self: Any, images: Any) -> Tensor:
@@ -110,6 +112,10 @@ def _only_at_first(*given: Any) -> Any:
     return given[-1] if torch.is_grad_enabled() else _with_features(*given)
 
 
+def _of_text(self: Any, batch: Any) -> Any:
+    return _run_now(self, replace(batch, images=None))
+
+
 def _without_gradient(self: Any, batch: Any) -> Any:
     """Keeps the gradient of features on the stage that reads them."""
     return [each.detach() for each in _take_received(self, batch)]
@@ -129,6 +135,7 @@ IMAGE_PLANTS: dict[str, Plant] = {
     "features-ahead-of-a-slice": replacing(VisionTower, "forward", _ahead_in_slices),
     "features-ahead-without-gradient": replacing(LanguageModel, "_take_received", _without_gradient),
     "deeper-features-not-recomputed": replacing(language_model, "_with_features", _only_at_first),
+    "teacher-without-images": replacing(Teacher, "_run_now", _of_text),
 }
 POSITIONS_IN_SLICES = replacing(ThreeAxesRotary, "forward", _by_slice)
 NO_ZEROS = replacing(VisionTower, "_connected", lambda self, values: values)
