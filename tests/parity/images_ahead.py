@@ -44,7 +44,8 @@ class Ahead(nn.Module):
         n = hidden.shape[1]
         mask = torch.full((1, 1, n, n), -torch.inf, dtype=hidden.dtype).triu(1)
         output = self.layers[0](self.fc(both), position_embeddings=angles, attention_mask=mask)
-        return self.norm(output[0] if isinstance(output, tuple) else output)
+        normed: Tensor = self.norm(output[0] if isinstance(output, tuple) else output)
+        return normed
 
 
 def of_class(kind: Any) -> Callable[[Any], Any]:
