@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
 from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.init_weights import sharded_tensors
 from mtrain.core.layers.layer_spec import global_name
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.state.shard import Shard
 from mtrain.verify.core.reach import scaled
+from mtrain.verify.reference.model.images import TOWER
 
 Arrays = dict[str, NDArray[Any]]
 """Global tensors by name; vocabulary tables include padding rows."""
@@ -26,7 +28,7 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 TABLES = (EMBEDDING, OUTPUT, "embedding.word_embeddings_adapter.embedding_lora_a", "output_layer_adapter.output_lora_b")
 """Tensors with a row per token; padding rows are 0."""
 _DEVIATION = 0.1
-"""Standard deviation of matrices of up to 64 columns, and around the ones of norms and zeros of biases. It shrinks with
+"""Standard deviation of matrices of up to 64 columns, of norms' gains around 1 and of biases around 0. It shrinks with
 the square root of wider matrices' columns: sharper attention of an untrained model would amplify rounding."""
 _COLUMNS = 64
 
@@ -51,12 +53,19 @@ def drawn(name: str, shape: Sequence[int], config: Config, model: str = "trained
     real = [min(shape[0], config.model.vocab_size), *shape[1:]] if source in TABLES else list(shape)
     narrowing = math.sqrt(min(1.0, _COLUMNS / shape[-1])) if len(shape) > 1 else 1.0
     values = torch.randn(real, generator=generator) * (_DEVIATION * narrowing)
-    if len(shape) == 1 and name.endswith(("weight", "magnitude")):
+    if len(shape) == 1 and name.endswith(("weight", "magnitude")) and not _is_zero_centered(name, config.model):
         values += 1.0
     values = scaled(name, values, config.model)
     whole = torch.zeros(*shape)
     whole[: real[0]] = values
     return whole
+
+
+def _is_zero_centered(name: str, model: ModelSection) -> bool:
+    """Says whether the parameter is the weight of a norm whose gain is 1 + weight."""
+    if name.startswith(TOWER):
+        return name.endswith("mm_soft_emb_norm.weight")
+    return model.zero_centered_norm and not name.endswith(("out_norm.weight", "magnitude"))
 
 
 @torch.no_grad()

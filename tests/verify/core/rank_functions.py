@@ -8,7 +8,12 @@ from typing import Any
 import torch
 
 from mtrain.base.errors import NumericError
+from mtrain.config import Config
+from mtrain.core.layers.build import build_chunks
+from mtrain.core.layers.init_weights import sharded_tensors
+from mtrain.core.layers.layer_spec import global_name
 from mtrain.core.ranks.groups import Groups
+from mtrain.verify.core.weights import drawn as drawn_weights
 
 
 def coordinates(groups: Groups) -> tuple[int, int, int, int]:
@@ -39,6 +44,20 @@ def process(groups: Groups) -> int:
 def drawn(groups: Groups) -> float:
     """Returns a number from the generator of dropout."""
     return float(torch.rand(()))
+
+
+def gains_off_one(groups: Groups, config: Config) -> dict[str, float]:
+    """Returns for each norm how far the mean of its drawn weights is from that of a new model, whose gains are 1."""
+    found = {}
+    _, chunks = build_chunks(config, groups)
+    for chunk in chunks:
+        for part in sharded_tensors(chunk, groups):
+            axes = part.prepend_axis_num
+            name = global_name(part.key, tuple(part.global_offset[:axes]))
+            if name.endswith("norm.weight"):
+                values = drawn_weights(name, part.global_shape[axes:], config)
+                found[name] = float(values.mean() - part.data.detach().float().mean())
+    return found
 
 
 def die_once_there(groups: Groups, path: str) -> None:

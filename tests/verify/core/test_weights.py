@@ -1,12 +1,20 @@
 """Whole tensors: drawn by name, assembled from shards, ordered like the forward pass."""
 
-import numpy as np
+from typing import Any
 
+import numpy as np
+import pytest
+
+from mtrain.arch.layout import Layout
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.core.state.shard import Shard
 from mtrain.verify.core.weights import EMBEDDING, OUTPUT, assembled, drawn
 from mtrain.verify.reference.model.adapters import all_shapes
 from tests.config.samples import config
+from tests.config.test_vision import GEMMA3, LATENT
+from tests.parity.families import GEMMA, HYBRID, MAMBA
+from tests.pool import Pool
+from tests.verify.core import rank_functions
 
 
 def shard(name: str, offset: int, values: list[float]) -> Shard:
@@ -35,6 +43,30 @@ def test_weights_depend_on_their_name_and_the_vocabulary_is_padded_with_zeros() 
     norm = drawn("decoder.layers.0.input_layernorm.weight", (64,), tied)
     assert 0.9 < float(norm.mean()) < 1.1
     assert float(norm.std()) > 0.05
+
+
+NORMS: dict[str, dict[str, Any]] = {
+    "plain": {"model__qk_norm": True},
+    "zero-centred, sandwiched, with images": GEMMA | {"model__vision": GEMMA3, "model__num_layers": 3},
+    "zero-centred, delta nets": HYBRID | {"model__num_layers": 2},
+    "zero-centred, latents, tokens ahead": {
+        "model__zero_centered_norm": True,
+        "model__mla": LATENT,
+        "model__num_query_groups": None,
+        "model__mtp_depths": 1,
+    },
+    "plain, with images": {"model__vision": GEMMA3},
+    "mamba": MAMBA | {"model__num_layers": 4},
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_are_drawn_around_a_gain_of_one(pool: Pool, kind: str) -> None:
+    """A gain of 2 of queries and keys makes attention four times as sharp, which amplifies rounding."""
+    user = config(**NORMS[kind])
+    (found,) = pool.run(rank_functions.gains_off_one, Layout(), user)
+    assert found
+    assert {name: off for name, off in found.items() if abs(off) > 0.3} == {}
 
 
 def test_tensors_are_ordered_as_they_are_used() -> None:
