@@ -18,7 +18,7 @@ from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.arch.parameters import output_columns
 from mtrain.config import Config
 from mtrain.config.schema.adapter import GROUPS, AdapterSection
-from mtrain.config.schema.loss import LossSection, own_functions
+from mtrain.config.schema.loss import CONSUMING_LOSSES, LossSection, own_functions
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import TrainSection
 
@@ -312,7 +312,15 @@ class Activations:
         hidden states, gathered over TP; an upper bound, since masked tokens have no logits."""
         model, size = self.config.model, element_bytes(self.config.train)
         hidden = model.num_predictions * self.tokens * model.hidden_size * size
-        return num_logits * (2 * size + FP32_BYTES + self._capped_bytes()) + hidden * (2 if self.layout.sp else 1)
+        of_logit = size if self._consumes_logits else 2 * size + FP32_BYTES + self._capped_bytes()
+        return num_logits * of_logit + hidden * (2 if self.layout.sp else 1)
+
+    @property
+    def _consumes_logits(self) -> bool:
+        """Says whether the exponentials and gradient of a chunk in float32 overwrite its logits."""
+        config = self.config
+        is_alone = config.loss.function in CONSUMING_LOSSES and not config.loss.side_terms
+        return is_alone and config.model.logit_softcap is None and config.train.precision == "fp32"
 
     def _capped_bytes(self) -> int:
         """Returns the bytes per logit of the softcap: the tanh, and its product with the cap."""

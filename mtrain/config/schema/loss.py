@@ -114,6 +114,8 @@ REFERENCE_LOSSES = frozenset({"dpo", "ipo", "kto"})
 """Loss functions that compare the model with a reference model."""
 HEAD_LOSSES = frozenset({"reward_model", "classification", "regression"})
 """Loss functions that judge sequences by a head (`model.num_labels`); all others predict tokens."""
+CONSUMING_LOSSES = frozenset({"next_token", "dft"})
+"""Loss functions that read logits by a single cross entropy, whose gradient may overwrite them."""
 NUMBER_LOSSES = frozenset({"regression"})
 """Loss functions of a head with real-valued labels, which travel as the extra LABEL."""
 LABEL = "label"

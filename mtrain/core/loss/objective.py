@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ from mtrain.core.loss.functions.likelihood import next_token_loss
 from mtrain.core.loss.functions.load import (
     asks_for_teacher,
     extras_of,
+    is_consuming,
     is_per_token,
     load_loss_function,
     reads_temperature,
@@ -177,6 +178,10 @@ class Objective:
     def whole_microbatch_terms(self) -> list[str]:
         """Returns the terms whose functions need all tokens of a microbatch at once."""
         return [term for term, function in self.functions.items() if not is_per_token(function)]
+
+    def consumes_logits(self, terms: Collection[str]) -> bool:
+        """Says whether the logits that these terms read are needed by only one call of `cross_entropy`."""
+        return len(terms) == 1 and all(is_consuming(self.functions[term]) for term in terms)
 
     def notes(self, section: LossSection) -> list[str]:
         """Returns a note for the user if a loss function forces whole logits, which take more memory."""

@@ -237,6 +237,13 @@ def per_token_unless(**options: Sequence[object]) -> Callable[[Function], Functi
     return marked
 
 
+def consumes_logits(function: Function) -> Function:
+    """Marks a loss function that reads its logits by one call of `cross_entropy` alone, so that exponentials and
+    gradient may overwrite them if no other term reads them."""
+    function.__dict__["consumes_logits"] = True
+    return function
+
+
 def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:
     """Sums weight x loss and the shares: the last step of nearly every loss function.
 

@@ -122,7 +122,9 @@ class OutputLoss:
     def _inputs_of_chunk(self, selection: _Selection, rows: slice, local: Tensor) -> dict[str, TermInputs]:
         """Returns the input of each term's loss function for one chunk with logits `local`."""
         model, groups = self._config.model, self._groups
-        student = selection.student.distribution(local, model, groups)
+        # only here, where the gradient of a chunk is taken at once, and once
+        is_consumed = self._objective.consumes_logits(selection.tokens.weights)
+        student = selection.student.distribution(local, model, groups, is_consumed)
         teacher = None
         if selection.teacher is not None:
             teacher_local = logits_of_rows(selection.teacher.hidden[rows], selection.teacher.weight)
@@ -191,9 +193,11 @@ class _Operands(NamedTuple):
         flat = hidden.flatten(0, 1)
         return cls(flat if index is None else flat.index_select(0, index), weight, deferred)
 
-    def distribution(self, local: Tensor, model: ModelSection, groups: Groups) -> VocabParallelLogits:
+    def distribution(
+        self, local: Tensor, model: ModelSection, groups: Groups, is_consumed: bool = False
+    ) -> VocabParallelLogits:
         """Returns the distributions given by products of the operands, [rows, 1, vocab_local]."""
-        return vocab_parallel(self.deferred.capped(local), self.deferred, model, groups)
+        return vocab_parallel(self.deferred.capped(local), self.deferred, model, groups, is_consumed)
 
 
 class _Selection(NamedTuple):
@@ -298,14 +302,18 @@ def _zero(pairs: Mapping[str, LossPair]) -> Tensor:
     return torch.zeros((), device=next(iter(pairs.values())).numerator.device)
 
 
-def vocab_parallel(local: Tensor, deferred: DeferredLogits, model: ModelSection, groups: Groups) -> VocabParallelLogits:
-    """Wraps this rank's columns of the logits, [seq, batch, vocab_local], for the loss functions."""
+def vocab_parallel(
+    local: Tensor, deferred: DeferredLogits, model: ModelSection, groups: Groups, is_consumed: bool = False
+) -> VocabParallelLogits:
+    """Wraps this rank's columns of the logits, [seq, batch, vocab_local], for the loss functions; see
+    `VocabParallelLogits` for `is_consumed`."""
     if rows := model.output.head_rows:
         return VocabParallelLogits(local, None, 0, rows)
     # the padded vocabulary is split evenly
     first_index = groups.tp_rank * local.shape[-1]
     group = groups.tp if groups.layout.tp > 1 else None
-    return VocabParallelLogits(local, group, first_index, model.vocab_size, deferred.layer.compiles_regions)
+    is_compiled = deferred.layer.compiles_regions
+    return VocabParallelLogits(local, group, first_index, model.vocab_size, is_compiled, is_consumed)
 
 
 def term_inputs(

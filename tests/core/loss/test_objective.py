@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.schema.loss import MAIN_TERM, LossSection, SideTermSection, TeacherSection
+from mtrain.config.schema.loss import (
+    CONSUMING_LOSSES,
+    LOSS_FUNCTIONS,
+    MAIN_TERM,
+    LossSection,
+    SideTermSection,
+    TeacherSection,
+)
 from mtrain.core.loss.functions.likelihood import next_token_loss
+from mtrain.core.loss.functions.load import is_consuming, load_loss_function
 from mtrain.core.loss.objective import AnyLoss, Objective, power_of_two_near, side_term_factors
 from mtrain.core.loss.pair import LossPair, TermInputs, TokenInputs, weigh
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
@@ -200,6 +208,23 @@ def test_options_of_a_function_are_bound_like_those_of_a_name() -> None:
     assert found == {focal(inputs, 0.5).numerator.item()}
     with refuses(ConfigError, "loss focal", "gama"):
         objective.with_main(focal, LossSection(), {"gama": 0.5})
+
+
+def next_token_and_more(inputs: TermInputs) -> LossPair:
+    return replace(next_token_loss(inputs), numerator=inputs.logits.entropy().sum())
+
+
+def test_logits_are_consumed_by_a_single_cross_entropy_alone() -> None:
+    """A second term, or a function of the user's own, may read the logits after the first call of cross_entropy."""
+    objective = Objective.from_config(SECTION)
+    assert objective.consumes_logits([MAIN_TERM])
+    assert not objective.consumes_logits([MAIN_TERM, "z"])
+    assert not objective.consumes_logits(["z"])
+    losses = {name: load_loss_function(name, {}) for name in LOSS_FUNCTIONS}
+    assert {name for name, function in losses.items() if is_consuming(function)} == CONSUMING_LOSSES
+    smoothed = objective.with_main("next_token", SECTION, {"label_smoothing": 0.1})
+    assert smoothed.consumes_logits([MAIN_TERM])
+    assert not objective.with_main(next_token_and_more, SECTION).consumes_logits([MAIN_TERM])
 
 
 def test_a_few_tokens_know_nothing_of_their_sequences() -> None:

@@ -2,10 +2,11 @@
 
 import torch
 
-from mtrain.core.loss.pair import LossPair, TermInputs, at_temperature, per_token, weigh
+from mtrain.core.loss.pair import LossPair, TermInputs, at_temperature, consumes_logits, per_token, weigh
 
 
 @per_token
+@consumes_logits
 def next_token_loss(inputs: TermInputs, label_smoothing: float = 0.0) -> LossPair:
     """Weighs and sums the cross entropy of the labels.
 
@@ -19,6 +20,7 @@ def next_token_loss(inputs: TermInputs, label_smoothing: float = 0.0) -> LossPai
 
 
 @per_token
+@consumes_logits
 def dft_loss(inputs: TermInputs) -> LossPair:
     """Weighs and sums the cross entropy of the labels, each times the label's probability as a constant.
 

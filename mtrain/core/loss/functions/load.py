@@ -69,6 +69,11 @@ def is_per_token(function: LossFunction) -> bool:
     return _is_marked(function, "per_token") and not any(bound.get(name) in values for name, values in whole.items())
 
 
+def is_consuming(function: LossFunction) -> bool:
+    """Says whether a function was marked by `consumes_logits`."""
+    return _is_marked(function, "consumes_logits")
+
+
 def reads_temperature(function: LossFunction) -> bool:
     """Says whether a function was marked by `mtrain.at_temperature` and no option sets the temperature."""
     return _is_marked(function, "at_temperature") and _unbound(function)[1].get("temperature") is None

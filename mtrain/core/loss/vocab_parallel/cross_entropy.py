@@ -37,6 +37,8 @@ class Exponentials:
     """Number of local columns that are not padding."""
     is_compiled: bool
     """Whether `source` holds logits."""
+    is_consumed: bool
+    """Whether one node alone reads the source, so that its gradient may overwrite it."""
 
     def values(self) -> Tensor:
         """Returns the values, [seq, batch, vocab_local]."""
@@ -50,18 +52,19 @@ class Exponentials:
     def save(self, ctx: Any, *further: Tensor) -> None:
         """Saves the exponentials and further tensors of a node; `saved` returns them in backward."""
         ctx.save_for_backward(self.source, self.maximum, self.total, *further)
-        ctx.num_real, ctx.is_compiled = self.num_real, self.is_compiled
+        ctx.num_real, ctx.is_compiled, ctx.is_consumed = self.num_real, self.is_compiled, self.is_consumed
 
 
 def saved(ctx: Any) -> tuple[Exponentials, tuple[Tensor, ...]]:
     """Returns the exponentials and further tensors saved by `Exponentials.save`."""
     source, maximum, total, *further = ctx.saved_tensors
-    return Exponentials(source, maximum, total, ctx.num_real, ctx.is_compiled), tuple(further)
+    return Exponentials(source, maximum, total, ctx.num_real, ctx.is_compiled, ctx.is_consumed), tuple(further)
 
 
-def exponentials_of(local: Tensor, maximum: Tensor, num_real: int) -> Tensor:
-    """Computes exp(logit - maximum), [seq, batch, vocab_local], in the dtype of the maximum; 0 at padding."""
-    return shifted_logits(local, maximum, num_real).exp_()
+def exponentials_of(local: Tensor, maximum: Tensor, num_real: int, is_consumed: bool = False) -> Tensor:
+    """Computes exp(logit - maximum), [seq, batch, vocab_local], in the dtype of the maximum; 0 at padding. Consumed
+    logits of that dtype are overwritten."""
+    return shifted_logits(local, maximum, num_real, is_consumed).exp_()
 
 
 @region(activations=0)
@@ -88,11 +91,21 @@ def softmax_of_logits(
     return torch.where(is_masked.unsqueeze(-1) | is_padding, 0.0, gradient).to(local.dtype)
 
 
-def shifted_logits(local: Tensor, maximum: Tensor, num_real: int) -> Tensor:
+@region(activations=0)
+def softmax_over_logits(
+    local: Tensor, maximum: Tensor, factor: Tensor, shift: Tensor | None, is_masked: Tensor, num_real: int
+) -> Tensor:
+    """Computes `softmax_of_logits` into the memory of the logits."""
+    return local.copy_(softmax_of_logits(local, maximum, factor, shift, is_masked, num_real))
+
+
+def shifted_logits(local: Tensor, maximum: Tensor, num_real: int, is_consumed: bool = False) -> Tensor:
     """Returns the logits, [..., vocab_local], minus the maximum of their token, [...], in the dtype of the maximum;
-    -inf at padding."""
+    -inf at padding. Consumed logits of that dtype are overwritten."""
+    logits = local.detach()
     # bf16 - float32 gives float32; local.float() would be one more copy of the logits
-    shifted = torch.sub(local.detach(), maximum.unsqueeze(-1))
+    output = logits if is_consumed and logits.dtype == maximum.dtype else None
+    shifted = torch.sub(logits, maximum.unsqueeze(-1), out=output)
     shifted[..., num_real:] = float("-inf")
     return shifted
 
@@ -116,11 +129,12 @@ def softmax_times(
     """
     factor = scale / exponentials.total
     if exponentials.is_compiled:
-        compute = softmax_of_logits.compiled_if(True)
+        compute = (softmax_over_logits if exponentials.is_consumed else softmax_of_logits).compiled_if(True)
         return compute(exponentials.source, exponentials.maximum, factor, shift, is_masked, exponentials.num_real)
     values, factor = exponentials.source, factor.unsqueeze(-1)
     # out= with a smaller dtype computes in full precision and rounds when storing (CPUs use a temporary)
-    gradient = torch.empty_like(values, dtype=dtype)
+    is_overwritten = exponentials.is_consumed and values.dtype == dtype
+    gradient = values if is_overwritten else torch.empty_like(values, dtype=dtype)
     if shift is None:
         torch.mul(values, factor, out=gradient)
     else:
@@ -197,10 +211,11 @@ class CrossEntropy(torch.autograd.Function):
         is_masked = (grad_entropy == 0) & (grad_logsumexp == 0)
         # without smoothing no shift is needed, and None saves a read
         shift = grad_entropy * ctx.uniform_share if ctx.uniform_share > 0 else None
-        gradient = softmax_times(exponentials, scale, is_masked, ctx.dtype, shift)
-        # in full precision, since near a softmax of 1 the two terms almost cancel
+        # in full precision, since near a softmax of 1 the two terms almost cancel; before the gradient, which may
+        # overwrite the exponentials
         at_label = exponentials.at(column).squeeze(-1) / exponentials.total * scale
         at_label = at_label - grad_entropy * (ctx.label_share + ctx.uniform_share)
+        gradient = softmax_times(exponentials, scale, is_masked, ctx.dtype, shift)
         is_set = is_local & ~is_masked
         # if another rank holds the label, column 0 gets its old value back; a boolean index would make the host wait
         at_column = torch.where(is_set, at_label.to(ctx.dtype), gradient.gather(-1, column).squeeze(-1))

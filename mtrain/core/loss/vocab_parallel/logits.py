@@ -46,6 +46,8 @@ class VocabParallelLogits:
         vocab_size: Number of real tokens. Columns from this index on are padding: they are left out of every softmax,
             and their gradient is exactly 0.
         compiles_regions: Whether torch compiles the passes of cross entropy and log-sum-exp over the logits.
+        is_consumed: Whether one call of `cross_entropy` is all that reads the logits, which may then be overwritten: by
+            their exponentials, and these by the gradient. Autograd refuses to differentiate such a loss twice.
 
     Results are [batch, seq] in nats, float32 (float64 for float64 logits); gradients have the dtype of `local`. Every
     rank of the group must make the same calls in the same order. Methods state the number of all-reduces of a first
@@ -60,6 +62,7 @@ class VocabParallelLogits:
         first_index: int,
         vocab_size: int,
         compiles_regions: bool = False,
+        is_consumed: bool = False,
     ) -> None:
         self.local = local
         self.group = group
@@ -67,6 +70,7 @@ class VocabParallelLogits:
         self.vocab_size = vocab_size
         # a rank may hold only padding
         self._is_compiled = compiles_regions and self._num_real > 0
+        self._is_consumed = is_consumed
         self._maximum: Tensor | None = None
         self._local_values: Tensor | None = None
         self._local_sums: tuple[Tensor, Tensor] | None = None
@@ -272,7 +276,8 @@ class VocabParallelLogits:
             return exponentials_of(self.local, self._known_maximum(), self._num_real)
         # the only full-precision copy of the logits, shared by all losses of this distribution
         if self._local_values is None:
-            self._local_values = exponentials_of(self.local, self._known_maximum(), self._num_real)
+            maximum = self._known_maximum()
+            self._local_values = exponentials_of(self.local, maximum, self._num_real, self._is_consumed)
         return self._local_values
 
     def _local_maximum(self) -> Tensor:
@@ -293,7 +298,8 @@ class VocabParallelLogits:
     def _with_total(self, total: Tensor) -> Exponentials:
         """Stores and returns the exponentials with their sum over all ranks."""
         source = self.local.detach() if self._is_compiled else self._values()
-        known = Exponentials(source, self._known_maximum(), total, self._num_real, self._is_compiled)
+        maximum, num_real = self._known_maximum(), self._num_real
+        known = Exponentials(source, maximum, total, num_real, self._is_compiled, self._is_consumed)
         self._exponentials = known
         return known
 

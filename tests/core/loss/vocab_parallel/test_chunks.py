@@ -105,7 +105,12 @@ def expected(kinds: list[str], data: Given) -> list[Tensor]:
 
 
 def found(
-    kinds: list[str], data: Given, chunk_rows: int, groups: Groups | None = None, upstream: float = 1.0
+    kinds: list[str],
+    data: Given,
+    chunk_rows: int,
+    groups: Groups | None = None,
+    upstream: float = 1.0,
+    is_consumed: bool = False,
 ) -> list[Tensor]:
     """Computes the same in chunks, on this rank's rows of the table; its hidden states' gradients are partial sums."""
     group = None if groups is None else groups.tp
@@ -116,7 +121,7 @@ def found(
     hidden = [each.clone().requires_grad_() for each in data.hidden]
 
     def loss_of_chunk(number: int, rows: slice, local: Tensor) -> Tensor:
-        student = VocabParallelLogits(local, group, first, VOCAB)
+        student = VocabParallelLogits(local, group, first, VOCAB, is_consumed=is_consumed)
         frozen = logits_of_rows(data.teacher[rows], teacher_weight)
         teacher = VocabParallelLogits(frozen, group, first, VOCAB)
         losses = sum(KINDS[kind](student, teacher, data.labels[number][:, rows]) for kind in kinds)
@@ -156,6 +161,22 @@ def test_every_loss_is_that_of_the_whole_vocabulary(pool: Pool, tp: int) -> None
 
 def every_kind_alone(data: Given) -> list[list[Tensor]]:
     return [found(kinds, data, 5) for kinds in [[kind] for kind in KINDS] + [list(KINDS)]]
+
+
+def kept_and_consumed(groups: Groups, data: Given, chunk_rows: int) -> list[list[Tensor]]:
+    kinds = ["cross entropy", "smoothing"]
+    return [found([kind], data, chunk_rows, groups, 1.0, consumes) for kind in kinds for consumes in (False, True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_consumed_logits_give_the_same_bits(pool: Pool, dtype: torch.dtype) -> None:
+    """Exponentials and gradient overwrite the logits where these are as wide as float32; some tokens are masked, and
+    one rank of four holds padding alone."""
+    for kept, consumed in (
+        rank[i : i + 2] for rank in pool.run(kept_and_consumed, Layout(tp=4), drawn(dtype=dtype), 5) for i in (0, 2)
+    ):
+        for each, same in zip(consumed, kept, strict=True):
+            assert torch.equal(each, same)
 
 
 @settings(max_examples=40, deadline=None)
@@ -286,16 +307,18 @@ def test_a_second_backward_pass_is_an_error() -> None:
         torch.autograd.grad(total, weight)
 
 
-def test_memory_is_that_of_a_chunk() -> None:
+@pytest.mark.parametrize("is_consumed", [False, True])
+def test_memory_is_that_of_a_chunk(is_consumed: bool) -> None:
     """The case has 512 tokens of 32k words in float32 on one process: 16 MiB of gradient of the table, and three
-    chunks of logits, exponentials and gradients. Whole logits take 192 MiB."""
+    chunks of logits, exponentials and gradients, or one for all three. Whole logits take 192 MiB."""
     rows, width, vocab, chunk = 512, 128, 32_768, 64
     weight = torch.zeros(vocab, width).requires_grad_()
     hidden = torch.ones(rows, width).requires_grad_()
     labels = torch.zeros(1, rows, dtype=torch.int64)
 
     def loss_of_chunk(number: int, part: slice, local: Tensor) -> Tensor:
-        return VocabParallelLogits(local, None, 0, vocab).cross_entropy(labels[:, part]).sum()
+        logits = VocabParallelLogits(local, None, 0, vocab, is_consumed=is_consumed)
+        return logits.cross_entropy(labels[:, part]).sum()
 
     def step() -> None:
         sum_over_chunks(weight, [hidden], loss_of_chunk, chunk, torch.tensor(1.0)).backward()
@@ -303,4 +326,14 @@ def test_memory_is_that_of_a_chunk() -> None:
     table = weight.numel() * 4
     with Allocations() as watched:
         step()
-    assert watched.peak <= 1.02 * (table + 3 * chunk * vocab * 4) + hidden.numel() * 4
+    num_tensors = 1 if is_consumed else 3
+    assert watched.peak <= 1.02 * (table + num_tensors * chunk * vocab * 4) + hidden.numel() * 4
+
+
+def test_consumed_logits_cannot_be_differentiated_twice() -> None:
+    """Autograd finds the changed tensor, so no gradient is wrong in silence."""
+    logits = torch.randn(3, 2, 8, requires_grad=True)
+    loss = VocabParallelLogits(logits, None, 0, 8, is_consumed=True).cross_entropy(torch.zeros(2, 3).long()).sum()
+    torch.autograd.grad(loss, logits, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, logits)

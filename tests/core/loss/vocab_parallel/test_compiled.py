@@ -43,6 +43,8 @@ KINDS: dict[str, Callable[[VocabParallelLogits, Tensor], Tensor]] = {
     "top-k": lambda logits, labels: logits.top_k_divergence(IDS, KNOWN, REST),
     "tempered": lambda logits, labels: logits.divided_by(TEMPERATURES).cross_entropy(labels),
     "with the forward divergence": lambda logits, labels: logits.cross_entropy(labels) + logits.kl_divergence(logits),
+    "consumed": lambda logits, labels: logits.cross_entropy(labels),
+    "consumed, smoothing": lambda logits, labels: logits.cross_entropy(labels, 0.3),
 }
 
 
@@ -52,9 +54,9 @@ def exact(kind: str, real: Tensor, labels: Tensor) -> Tensor:
     entropy = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
     log_p = logits.log_softmax(-1)
     match kind:
-        case "cross entropy" | "with the forward divergence":
+        case "cross entropy" | "with the forward divergence" | "consumed":
             return entropy
-        case "smoothing":
+        case "smoothing" | "consumed, smoothing":
             return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", label_smoothing=0.3)
         case "log-sum-exp":
             return logits.logsumexp(-1)
@@ -92,7 +94,9 @@ def of_a_shard(groups: Groups, logits: Tensor, labels: Tensor, cap: float | None
             leaf = logits.chunk(size, dim=-1)[rank].clone().requires_grad_()
             local = leaf if cap is None else softcapped.compiled_if(True)(leaf, cap)
             group = groups.tp if size > 1 else None
-            losses = losses_of(VocabParallelLogits(local, group, rank * leaf.shape[-1], VOCAB, True), labels)
+            is_consumed = "consumed" in kind
+            sharded = VocabParallelLogits(local, group, rank * leaf.shape[-1], VOCAB, True, is_consumed)
+            losses = losses_of(sharded, labels)
             (gradient,) = torch.autograd.grad((losses * factors(5)).sum(), leaf)
             results[kind] = (losses.detach(), gradient)
     return results
