@@ -45,7 +45,6 @@ CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
     "projector": (Layout(), TOWER | {"freeze_tower": True, "deepstack": (2,)}, {}),
     "none": (Layout(), TOWER | FROZEN, {"model__num_layers": 1}),
     "tower alone": (Layout(pp=2), TOWER | {"freeze_language_model": True}, {"layout__pp": 2}),
-    "tokens ahead, last stage": (Layout(pp=2), TOWER, {"layout__pp": 2, "model__mtp_depths": 2}),
     "shared": (Layout(tp=2, sp=True), TOWER, {"layout__tp": 2, "layout__sp": True}),
 }
 
@@ -56,16 +55,25 @@ def test_the_memory_of_a_tower_is_what_its_patches_take(name: str, pool: Pool) -
     layout, vision, changes = CASES[name]
     given = config(**{"train__precision": "fp32", **WIDE, "model__vision": vision, **changes})
     batch = drawn([[Picture(2, 24, 16), Picture(110, 4, 4)]] * 4, 0, (128,))
-    rank = layout.pp - 1 if "last stage" in name else 0
-    (found,) = pool.run(measured_with, layout, [given], batch)[rank]
-    estimate = arch.memory_per_rank(given, layout, rank, 24 * 16 + (4 * 4 if layout.tp == 1 else 0))
+    ((found,), *_) = pool.run(measured_with, layout, [given], batch)
+    estimate = arch.memory_per_rank(given, layout, 0, 24 * 16 + (4 * 4 if layout.tp == 1 else 0))
     states = (estimate.weights_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
     assert (found.weights_bytes, found.gradients_bytes, found.optimizer_bytes) == states
     whole = sum(states) + max(found.forward_backward_bytes, found.update_bytes)
     assert estimate.total_bytes == pytest.approx(whole, rel=0.1)
-    text = arch.memory_per_rank(given, layout, rank)
-    is_text = rank > 0 or vision["freeze_tower"]
-    assert text.activations_bytes < estimate.activations_bytes or is_text, "random tokens have no images"
+    text = arch.memory_per_rank(given, layout, 0)
+    assert text.activations_bytes < estimate.activations_bytes or vision["freeze_tower"], "random tokens have no images"
+
+
+def test_a_stage_holds_the_features_that_it_passes_on(pool: Pool) -> None:
+    """The second of three stages has two microbatches in flight, each with features of 128 tokens for two depths."""
+    layout, batch = Layout(pp=3), drawn([[Picture(2, 24, 16)]] * 4, 0, (128,))
+    changes = {"train__precision": "fp32", **WIDE, "model__vision": TOWER, "layout__pp": 3, "model__num_layers": 3}
+    configs = [config(**changes, model__mtp_depths=depths) for depths in (0, 2)]
+    without, ahead = pool.run(measured_with, layout, configs, batch)[1]
+    estimates = [arch.memory_per_rank(each, layout, 1).activations_bytes for each in configs]
+    assert estimates[1] - estimates[0] == 2 * 2 * 128 * 128 * 4
+    assert ahead.forward_backward_bytes - without.forward_backward_bytes >= estimates[1] - estimates[0]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3"])
