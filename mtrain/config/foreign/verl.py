@@ -71,6 +71,11 @@ def _frequency(key: str) -> Put:
     return put
 
 
+def _thresholds(value: Any) -> list[int | float]:
+    """Reads one number, or two as `LEAST_MOST`."""
+    return [number(part) for part in value.split("_")] if isinstance(value, str) else [number(value)]
+
+
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **COMMON,
@@ -79,7 +84,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "betas": _betas,
     "all_of": _all_of,
     "frequency": _frequency,
-    "estimator": _ESTIMATORS.__getitem__,
+    "thresholds": _thresholds,
 }
 VERL = rows_of(table("verl"), _FUNCTIONS)
 """Dotted key of verl -> its translation."""
@@ -340,8 +345,8 @@ def _actor(config: Translation, run: Settings, trainer: Trainer) -> None:
     _policy(config, run, trainer)
     _side_terms(config, run, trainer)
     _correct(config, run)
-    if config.get("loss.function") == "gspo":
-        _aggregate_sequences(config)
+    if config.get("loss.function") == "gspo" and config.get("loss.aggregation") != "seq-mean-token-mean":
+        config.notes.append("the loss of gspo is aggregated as loss_agg_mode says; before 0.9 verl ignored it there")
     temperature = run["actor_rollout_ref.rollout.temperature"]
     if temperature is not None and number(temperature) != 1:
         config.notes.append("the sampler's temperature is part of each sample: Datum(..., temperature=T)")
@@ -361,25 +366,31 @@ def _policy(config: Translation, run: Settings, trainer: Trainer) -> None:
         config.put("loss.norm_length", run[length], run.origin(length))
 
 
+def _estimator(config: Translation, run: Settings, name: str) -> None:
+    """Sets the estimator of the divergence; with a plus sign, verl gives any of them the gradient of k2."""
+    value = str(run[name])
+    if value in _ESTIMATORS:
+        config.put("loss.side_terms.kl.options.estimator", _ESTIMATORS[value], run.described(name))
+    elif value.removesuffix("+") in _ESTIMATORS:
+        config.put("loss.side_terms.kl.options.estimator", "k2", run.described(name))
+        config.notes.append(f"{name}={value} has the gradient of k2; here its value is that of k2 too")
+    else:
+        config.wrong.append(
+            f"{name}={value}: options.estimator of loss.function=kl is k1, k2 or k3; choose one of them"
+        )
+
+
 def _correct(config: Translation, run: Settings) -> None:
     """Sets the weights by which verl corrects for the probabilities of the sampler."""
-    level, cap = run[f"{_CORRECTION}rollout_is"], run[f"{_CORRECTION}rollout_is_threshold"]
-    if level in ("token", "sequence") and cap is not None:
-        config.put("loss.options.rollout_cap", number(cap), run.origin(f"{_CORRECTION}rollout_is_threshold"))
-        config.put("loss.options.rollout_correction", f"{level}-truncate", run.described(f"{_CORRECTION}rollout_is"))
-
-
-def _aggregate_sequences(config: Translation) -> None:
-    """Sets the aggregation of GSPO's main term, which verl does not take from loss_agg_mode."""
-    if config.get("loss.aggregation") != "seq-mean-token-mean":
-        origin = config.origins.get("loss.aggregation", "")
-        for key in ("aggregation", "norm_length"):
-            config.drop(f"loss.{key}", is_named=False)
-        config.put("loss.aggregation", "seq-mean-token-mean", "verl's default, whose gspo has no other aggregation")
-        if not config.is_default(origin):
-            config.notes.append(
-                f"{origin}: gspo is seq-mean-token-mean in verl, and only other terms are aggregated so"
-            )
+    level, bounds = run[f"{_CORRECTION}rollout_is"], run[f"{_CORRECTION}rollout_is_threshold"]
+    if level not in ("token", "sequence") or bounds is None:
+        return
+    *least, most = _thresholds(bounds)  # two bounds leave out what is beyond them
+    origin = run.origin(f"{_CORRECTION}rollout_is_threshold")
+    config.put("loss.options.rollout_cap", most, origin)
+    config.put("loss.options.rollout_floor", least[0] if least else None, origin)
+    kind = f"{level}-{'mask' if least else 'truncate'}"
+    config.put("loss.options.rollout_correction", kind, run.described(f"{_CORRECTION}rollout_is"))
 
 
 def _side_terms(config: Translation, run: Settings, trainer: Trainer) -> None:
@@ -389,7 +400,7 @@ def _side_terms(config: Translation, run: Settings, trainer: Trainer) -> None:
     if is_on(run, switch):
         config.put("loss.side_terms.kl.function", "kl", run.origin(switch))
         config.put("loss.side_terms.kl.coefficient", number(run[coefficient]), run.origin(coefficient))
-        config.put("loss.side_terms.kl.options.estimator", _ESTIMATORS[run[kind]], run.described(kind))
+        _estimator(config, run, kind)
         aggregate_as_main(config, "kl")
     if bonus := number(run[entropy] or 0):
         config.put("loss.side_terms.entropy.function", "entropy", entropy)

@@ -192,13 +192,21 @@ def test_terms_of_a_loop_of_verl_are_aggregated_as_its_loss() -> None:
         loss = from_verl([*PPO.split(), *terms, f"{actor}loss_agg_mode={mode}"]).content["loss"]
         for each in (loss, *loss["side_terms"].values()):
             assert (each["aggregation"], each.get("norm_length")) == (mode, length)
-    # GSPO's loss ignores loss_agg_mode there, and the other terms do not
-    words = [*PPO.split(), *terms, f"{actor}policy_loss.loss_mode=gspo"]
-    for given, aggregation in (([], None), ([f"{actor}loss_agg_mode=seq-mean-token-sum"], "seq-mean-token-sum")):
-        found = from_verl([*words, *given])
-        assert found.get("loss.aggregation") == "seq-mean-token-mean"
-        assert found.get("loss.side_terms.kl.aggregation") == aggregation
-        assert any("loss_agg_mode" in line for line in found.notes) == bool(given)
+    # GSPO's loss too, from 0.9 on
+    found = from_verl([*PPO.split(), *terms, f"{actor}policy_loss.loss_mode=gspo", f"{actor}loss_agg_mode=token-sum"])
+    assert (found.get("loss.aggregation"), found.get("loss.side_terms.kl.aggregation")) == ("sum", "sum")
+    assert any("before 0.9" in line for line in found.notes)
+
+
+@pytest.mark.parametrize(("kind", "estimator"), [("low_var_kl", "k3"), ("k1", "k1"), ("k3+", "k2"), ("kl+", "k2")])
+def test_estimators_of_verl(kind: str, estimator: str) -> None:
+    """With a plus sign the gradient is that of k2, whatever the value."""
+    actor = "actor_rollout_ref.actor."
+    found = from_verl([*PPO.split(), f"{actor}use_kl_loss=True", f"{actor}kl_loss_type={kind}"])
+    assert (found.get("loss.side_terms.kl.options.estimator"), found.wrong) == (estimator, [])
+    assert any("gradient of k2" in line for line in found.notes) == ("+" in kind)
+    assert from_verl([*PPO.split(), f"{actor}use_kl_loss=True", f"{actor}kl_loss_type=abs"]).wrong
+    assert not from_verl([*PPO.split(), f"{actor}kl_loss_type=abs"]).wrong
 
 
 def test_weights_of_a_loop_of_verl_for_the_probabilities_of_its_sampler() -> None:
@@ -208,6 +216,11 @@ def test_weights_of_a_loop_of_verl_for_the_probabilities_of_its_sampler() -> Non
         given = [f"{correction}rollout_is={level}", *([f"{correction}rollout_is_threshold=5"] if cap == 5 else [])]
         options = from_verl([*PPO.split(), *given]).content["loss"]["options"]
         assert (options["rollout_cap"], options["rollout_correction"]) == (cap, f"{level}-truncate")
+    for bounds, expected in (("0.5_5.0", (0.5, 5, "token-mask")), ("2", (None, 2, "token-truncate"))):
+        given = [f"{correction}rollout_is=token", f"{correction}rollout_is_threshold={bounds}"]
+        options = from_verl([*PPO.split(), *given]).content["loss"]["options"]
+        names = ("rollout_floor", "rollout_cap", "rollout_correction")
+        assert tuple(options.get(name) for name in names) == expected
     found = from_verl([*PPO.split(), f"{correction}rollout_rs=token_k1", f"{correction}bypass_mode=true"])
     assert [line.split("=")[0] for line in found.lost if "correction" in line] == [
         f"{correction}rollout_rs",
