@@ -3,6 +3,7 @@
 Source: torchtitan 0.2.2, config/job_config.py, components and models.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def from_torchtitan(words: Sequence[str]) -> Translation:
     files = [word.partition("=")[2] for word in words if word.startswith("CONFIG_FILE=")]
     given = read_settings(config, [*files, *words], Form(TORCHTITAN, (), ("job.config_file",), whole=()))
     run = translated(config, without_unknown(config, given.settings), TORCHTITAN)
-    for put in (_model, _data, _validation, _schedule, _layout, _batch, _checkpoint, _compiled):
+    for put in (_model, _decay, _data, _validation, _schedule, _layout, _batch, _checkpoint, _compiled):
         put(config, run)
     config.put("optimizer.decay_norms_and_biases", True, "torchtitan's default, which decays all parameters")
     config.report_unmentioned(run.explicit)
@@ -77,6 +78,7 @@ def _model(config: Translation, run: Settings) -> None:
     config.put("data.tokenizer", folder, origin)
     path = run["checkpoint.initial_load_path"]
     if is_on(run, "checkpoint.initial_load_in_hf"):
+        _balance(config, run)
         config.put(
             "model.hf",
             folder if path is None else path,
@@ -97,10 +99,34 @@ def _model(config: Translation, run: Settings) -> None:
             "and model.hf names a folder"
         )
         return
+    if run[names[0]] != "deepseek_v3":
+        _balance(config, run)
     put_architecture(config, known, run.described(*names))
     config.notes.append(
         "initial weights are normal with model.init_std; torchtitan scales them by the depth of the layer"
     )
+
+
+def _balance(config: Translation, run: Settings) -> None:
+    """Sets or names the loss-free balancing of experts, which torchtitan's models have whatever their weights are."""
+    name, origin = str(run["model.name"]), "torchtitan's default of load_balance_coeff"
+    if name == "deepseek_v3":  # the sizes of its flavors have the same
+        config.put("model.experts.expert_bias", True, origin)
+        config.put("model.experts.bias_update_rate", 0.001, origin)
+    elif name in ("llama4", "gpt_oss") or re.search(r"A\d+B", str(run["model.flavor"])):
+        config.lost.append(
+            f"{origin}=0.001: a bias of the router moves towards an even load; "
+            "loss.router.sequence_balance_coefficient is the nearest here"
+        )
+
+
+def _decay(config: Translation, run: Settings) -> None:
+    """Names the weight decay of Adam, which torch adds to the gradient."""
+    if run["optimizer.name"] == "Adam" and number(run["optimizer.weight_decay"]):
+        config.lost.append(
+            f"optimizer.name=Adam: its weight decay, {run['optimizer.weight_decay']}, is added to the gradient there; "
+            "AdamW here applies it to the weights"
+        )
 
 
 def _data(config: Translation, run: Settings) -> None:

@@ -153,7 +153,11 @@ class Translation:
 
         A vision tower is not needed if only the model, and no setting, implies it.
         """
-        lines = [line for line in faults if "cannot be combined with" in line or _VISION in line]
+        lines = [
+            line
+            for line in faults
+            if "cannot be combined with" in line or _VISION in line or line.startswith("train.overlap_param_gather=")
+        ]
         for line, key in ((line, key) for key in _SAME_WITHOUT for line in lines):
             if key in self.origins and key in keys_in(line):
                 self.lost.append(f"{self.origins[key]}: {line}")

@@ -139,6 +139,32 @@ def test_the_learning_rates_are_those_of_torchtitan(
         assert learning_rate(step, config.optimizer, 40) == pytest.approx(rate, rel=1e-9)
 
 
+def test_what_torchtitan_does_besides_its_settings() -> None:
+    """It moves a bias of the router in all models with experts, and Adam's weight decay is part of the gradient."""
+    hf = "--checkpoint.initial_load_in_hf --checkpoint.initial_load_path M"
+    for words, is_moved, is_lost in (
+        ("--model.name deepseek_v3 --model.flavor 671B", True, False),
+        (f"--model.name deepseek_v3 --model.flavor 671B {hf}", True, False),
+        ("--model.name qwen3 --model.flavor 30B-A3B", False, True),
+        (f"--model.name qwen3 --model.flavor 30B-A3B {hf}", False, True),
+        ("--model.name qwen3 --model.flavor 8B", False, False),
+    ):
+        found = from_torchtitan(words.split()).checked(resolved)
+        assert ((found.get("model.experts") or {}).get("bias_update_rate") == 0.001) == is_moved, words
+        assert any("load_balance_coeff" in line for line in found.lost) == is_lost, words
+    for words, is_lost in (("Adam", True), ("AdamW", False), ("Adam --optimizer.weight_decay 0", False)):
+        found = from_torchtitan(f"--model.name llama3 --model.flavor 8B --optimizer.name {words}".split())
+        assert any(line.startswith("optimizer.name=Adam") for line in found.lost) == is_lost
+
+
+def test_an_overlap_that_does_not_run_here_is_left_out() -> None:
+    """It changes no result."""
+    words = "--model_name_or_path M --dataset a --max_steps 9 --overlap_param_gather true"
+    found = from_llamafactory(words.split()).checked(resolved)
+    assert found.get("train.overlap_param_gather") is None
+    assert any(line.startswith("overlap_param_gather") for line in found.lost)
+
+
 def test_weight_decay_of_a_recipe_is_that_of_its_scheduler() -> None:
     """megatron-core's scheduler overwrites the optimizer's weight decay in every step."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
