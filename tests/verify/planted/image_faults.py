@@ -109,7 +109,9 @@ def _ahead_in_slices(self: Any, embedded: Tensor, images: Any, places: Tensor | 
 
 def _only_at_first(*given: Any) -> Any:
     """Adds deeper features in the forward pass alone, which computes no gradients in recomputed layers."""
-    return given[-1] if torch.is_grad_enabled() else _with_features(*given)
+    hidden_states, _ = given[-1]
+    found = _with_features(*given)
+    return (hidden_states, found[1]) if torch.is_grad_enabled() else found
 
 
 def _of_text(self: Any, batch: Any) -> Any:
