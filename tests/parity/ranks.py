@@ -154,7 +154,9 @@ def set_parameters(chunks: Sequence[Any], groups: Groups, parameters: Mapping[st
 
 def arrays(tensors: Mapping[str, Tensor] | None) -> Arrays | None:
     """Converts tensors to numpy, half precision to float32."""
-    return None if tensors is None else {name: value.float().numpy() for name, value in tensors.items()}
+    if tensors is None:
+        return None
+    return {name: value.to(torch.promote_types(value.dtype, torch.float32)).numpy() for name, value in tensors.items()}
 
 
 class Bits(NamedTuple):

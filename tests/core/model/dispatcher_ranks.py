@@ -1,10 +1,6 @@
-"""The rank side of the tests of dispatchers: steps with ours and with megatron-core's, and a layer without memory."""
+"""The rank side of the tests of dispatchers: a layer of experts whose tensors have no elements."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -12,18 +8,8 @@ from torch.func import functional_call
 
 from mtrain.config import Config
 from mtrain.core.layers.build import build_chunks
-from mtrain.core.layers.moe import layer as experts_layer
 from mtrain.core.layers.moe.layer import ExpertsLayer
 from mtrain.core.ranks.groups import Groups
-from tests.core.fp8.fp8_ranks import Step, steps
-from tests.parity.batches import GlobalBatch
-
-
-def with_both(groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch) -> list[Step]:
-    """Runs a step in float64 with our dispatcher and with megatron-core's."""
-    ours = steps(groups, [(config, parameters, batch)])
-    with mock.patch.object(experts_layer, "dispatcher_in_place_of", lambda theirs, *_: theirs):
-        return ours + steps(groups, [(config, parameters, batch)])
 
 
 def read_by_the_host(groups: Groups, config: Config) -> bool:

@@ -191,6 +191,10 @@ class Router(MegatronModule):
             self.record.append(choice.experts)
         weights, chosen = choice.weights, choice.chosen
         if self.section.capacity_factor is not None:
+            if padding_mask is not None:
+                # padding, whose tokens are alike, would otherwise take places of text
+                is_text = (padding_mask >= 0).reshape(-1, 1)
+                weights, chosen = weights * is_text, chosen & is_text
             limits = self.section.top_k, self.section.capacity_factor
             weights, chosen = apply_router_token_dropping(weights, chosen, *limits)
         if self.per_expert_scale is not None:
