@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -18,7 +18,7 @@ from mtrain.plan.search.cost import Workload, step_cost
 from tests.messages import refuses
 from tests.parity.batches import BATCH, SEQ, three_steps
 from tests.parity.cases import Case, case
-from tests.parity.expert_models import MIXTRAL
+from tests.parity.expert_models import MIXTRAL, with_experts
 from tests.plan.search.test_cost import IDEAL
 from tests.pool import Pool
 from tests.tools.traffic_ranks import Sent, sent
@@ -179,16 +179,18 @@ def test_tensor_parallelism_without_divided_sequences_sums_twice_a_layer_and_dir
 
 
 def test_experts_exchange_tokens_and_their_scores(pool: Pool) -> None:
-    """Checks both directions, forward and backward; loads are uneven, so bytes match an even one's within 10 %."""
-    config: Any = case(8, num_layers=2, dp=2).config(**MIXTRAL, layout__ep=2)
-    layout = Layout.from_config(config, 2)
-    exchanged = 0.0
-    for ((found, _),) in pool.run(sent, layout, [config], three_steps()[0]):
-        exchanges = found[("ep", "all-to-all")]
+    """Checks both directions, forward and backward; loads are uneven, so bytes match an even one's within 10 %, and a
+    capacity's exactly."""
+    factor, permitted = 1.5, {"loss__allow_layout_dependent": True}
+    one = case(8, num_layers=2, dp=2, ep=2)
+    even, full = one.config(**MIXTRAL), one.config(**with_experts(MIXTRAL, capacity_factor=factor), **permitted)
+    exchanged, rows = 0.0, 8 * SEQ * 2  # two copies of each token
+    for found, padded in pool.run(sent, one.resolved(even), [even, full], three_steps()[0]):
+        exchanges = found[0][("ep", "all-to-all")]
         assert exchanges.count == 2 * (4 + 2)
         exchanged += exchanges.sent_bytes / 2
-    whole = 8 * SEQ * 2 * HIDDEN * SIZE  # two copies of each token
-    assert exchanged == pytest.approx(2 * 4 * whole / 2, rel=0.1)
+        assert padded[0][("ep", "all-to-all")].sent_bytes == 2 * (4 * HIDDEN + 2) * SIZE * factor * rows / 2
+    assert exchanged == pytest.approx(2 * 4 * rows * HIDDEN * SIZE / 2, rel=0.1)
 
 
 def test_ranks_that_wait_in_a_circle_are_refused() -> None:

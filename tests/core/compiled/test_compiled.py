@@ -27,7 +27,7 @@ from tests.fault_table import Notice
 from tests.parity.batches import documents_steps, two_steps
 from tests.parity.cases import case, lean
 from tests.parity.compare import TOLERANCE, Row, deviation, initial_parameters, run_oracle
-from tests.parity.expert_models import MIXTRAL
+from tests.parity.expert_models import MIXTRAL, with_experts
 from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, HYBRID, MAMBA
 from tests.parity.ranks import Run
 from tests.pool import Pool
@@ -48,6 +48,7 @@ YARN_IN_PART: dict[str, Any] = {
         "attention_factor": 1.7,
     },
 }
+ROOMY = with_experts(MIXTRAL, capacity_factor=4.0) | {"loss__allow_layout_dependent": True}
 OVERLAPPED = COMPILED | {"train__overlap_grad_reduce": True}
 
 
@@ -128,7 +129,10 @@ REGIONS_BY_NIGHT = [
     ],
     [row("regions, tp pp", REGIONS | {"loss__chunk_tokens": 7}, tp=2, sp=True, pp=2)],
     [row("regions, cp", REGIONS | {"data__isolate_documents": True}, cp=2)],
-    [row("regions, ep", REGIONS | MIXTRAL, dp=2, ep=2)],
+    [
+        row("regions, ep", REGIONS | MIXTRAL, dp=2, ep=2),
+        row("regions, ep with a capacity that drops nothing", REGIONS | ROOMY, dp=2, ep=2),
+    ],
 ]
 """Rows whose regions test_regions.py compares by day, those of experts with another number of tokens, and with none.
 Regions hold no collective, so a layout changes nothing but sizes."""

@@ -108,17 +108,28 @@ def test_a_capacity_drops_the_least_probable_tokens_of_a_rank(pool: Pool, name: 
     assert difference(found, evaluate(asked, weights, batch), asked) > 1e-3
 
 
+OF_TENSORS = Layout(tp=2, sp=True, dp=2, ep=2, etp=2)
+ROOMY, TIGHT = {"capacity_factor": 1.25}, {"capacity_factor": 0.5, "shared_ffn_hidden_size": 24}
+
+
 @pytest.mark.parametrize(
-    ("changes", "is_read"),
+    ("layout", "changes", "is_read"),
     [
-        ({}, False),
-        ({"capacity_factor": 1.25}, False),
-        ({"capacity_factor": 0.5, "shared_ffn_hidden_size": 24}, False),
-        ({"implementation": "sequential"}, True),  # splits tokens on the host
+        (Layout(), {}, False),
+        (Layout(), ROOMY, False),
+        (Layout(), TIGHT, False),
+        (Layout(), {"implementation": "sequential"}, True),  # splits tokens on the host
+        (Layout(dp=2, ep=2), TIGHT, False),
+        (Layout(dp=2, ep=2), {}, True),
+        # grouped products need 16 bytes of a row on each rank
+        (OF_TENSORS, ROOMY | {"ffn_hidden_size": 32}, False),
     ],
     ids=str,
 )
-def test_the_host_reads_nothing_of_a_layer_on_one_rank(pool: Pool, changes: dict[str, Any], is_read: bool) -> None:
-    """All experts are on a rank, as with ep = 1: forward and backward on tensors that have no elements to read."""
-    asked = case(2, num_layers=2).config(**with_experts(MIXTRAL, **changes) | PERMITTED | {"train__precision": "bf16"})
-    assert pool.run(read_by_the_host, Layout(), asked) == [is_read]
+def test_the_host_reads_nothing_of_a_layer(pool: Pool, layout: Layout, changes: dict[str, Any], is_read: bool) -> None:
+    """Runs forward and backward on tensors that have no elements to read."""
+    degrees = {name: getattr(layout, name) for name in ("tp", "sp", "ep", "etp")}
+    asked = case(2, num_layers=2, **degrees).config(
+        **with_experts(MIXTRAL, **changes) | PERMITTED | {"train__precision": "bf16"}
+    )
+    assert pool.run(read_by_the_host, layout, asked) == [is_read] * layout.world_size

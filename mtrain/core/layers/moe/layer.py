@@ -3,7 +3,7 @@
 Our dispatchers sort tokens by expert, and back, with the same results to the bit. megatron-core's dispatchers call
 masked_select twice per layer and pass, where the host waits for a size (moe_utils.py::permute) that follows from top_k,
 and copy token counts to the host even if every rank holds all experts whole. With a capacity, every expert gets as many
-rows as it may take, so sizes follow from the configuration.
+rows from a rank as it may take, so sizes follow from the configuration.
 """
 
 from functools import partial, partialmethod
@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    all_to_all,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -32,13 +38,15 @@ from mtrain.core.layers.norm import Norm
 def dispatcher_in_place_of(
     theirs: MoETokenDispatcher, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> MoETokenDispatcher:
-    """Returns a layer's dispatcher: megatron-core's if sizes of ranks depend on values or all tokens are gathered."""
-    if groups.ep.size() == groups.expt_tp.size() == 1:
+    """Returns a layer's dispatcher: megatron-core's only if ranks gather all tokens."""
+    is_local = groups.ep.size() == groups.expt_tp.size() == 1
+    if not is_local and not isinstance(theirs, MoEAlltoAllTokenDispatcher):
+        return theirs
+    if config.moe_expert_capacity_factor is not None:
+        return CapacityDispatcher(config, groups)
+    if is_local:
         return LocalDispatcher(config, groups)
-    # with a capacity some choices are dropped
-    if isinstance(theirs, MoEAlltoAllTokenDispatcher) and config.moe_expert_capacity_factor is None:
-        return AllToAllDispatcher(theirs.num_local_experts, theirs.local_expert_indices, config, groups)
-    return theirs
+    return AllToAllDispatcher(theirs.num_local_experts, theirs.local_expert_indices, config, groups)
 
 
 class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
@@ -68,15 +76,17 @@ class LocalDispatcher(MoETokenDispatcher):
         """Sorts tokens, [seq_local, batch, hidden], by expert; choices and weights are [tokens, num_experts].
 
         Returns:
-            Tokens ordered by expert, then by position, [tokens x top_k, hidden], and their weights. With a capacity,
-            [num_experts x capacity, hidden], with zeros after the tokens of each expert.
+            Tokens ordered by expert, then by position, [tokens x top_k, hidden], and their weights.
         """
-        self._shape, (num_tokens, num_experts) = hidden_states.shape, routing_map.shape
-        top_k, factor = self.config.moe_router_topk, self.config.moe_expert_capacity_factor
+        self._counts = routing_map.sum(0)
+        return self._sorted(hidden_states, routing_map, probs)
+
+    def _sorted(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, capacity: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        self._shape = hidden_states.shape
         tokens = hidden_states.reshape(-1, self._shape[-1])
-        capacity = None if factor is None else min(num_tokens, get_capacity(num_tokens * top_k, num_experts, factor))
-        # the host knows a capacity
-        self._counts = routing_map.sum(0) if capacity is None else torch.full((num_experts,), capacity)
+        top_k = self.config.moe_router_topk
         ordered, weights, self._token_of_row = by_expert(tokens, routing_map, probs, top_k, capacity)
         return ordered, weights
 
@@ -85,8 +95,7 @@ class LocalDispatcher(MoETokenDispatcher):
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the tokens, their numbers by expert, [num_experts] int64 on the device (on the host with a capacity),
-        and the weights."""
+        """Returns the tokens, their numbers by expert, [num_experts] int64 on the device, and the weights."""
         return hidden_states, self._counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -102,6 +111,60 @@ class LocalDispatcher(MoETokenDispatcher):
         tokens = torch.Size((self._shape[:-1].numel(), self._shape[-1]))
         combined: Tensor = unpermute(hidden_states, self._token_of_row, restore_shape=tokens)
         return combined.view(self._shape)
+
+
+class CapacityDispatcher(LocalDispatcher):
+    """Dispatcher for experts on any ranks with a capacity: every rank sends as many rows to every expert.
+
+    Two all-to-alls over ep, of tokens and of weights, and one back; over etp two all-gathers and a reduce-scatter.
+    """
+
+    _capacity: int
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Sorts tokens by expert like `LocalDispatcher.dispatch_preprocess`, with zeros after the tokens of each
+        expert: [num_experts x capacity, hidden]."""
+        (num_tokens, num_experts), factor = routing_map.shape, self.config.moe_expert_capacity_factor
+        assert factor is not None
+        limit = get_capacity(num_tokens * self.config.moe_router_topk, num_experts, factor)
+        self._capacity = min(num_tokens, limit)
+        return self._sorted(hidden_states, routing_map, probs, self._capacity)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Sends the rows of each expert to its rank; returns those for this rank's experts, ordered by sender."""
+        return all_to_all(self.ep_group, hidden_states), all_to_all(self.ep_group, probs)
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the rows of all senders, ordered by expert, their numbers by expert, [local experts] int64 on the
+        host, and the weights."""
+        # what each rank of etp has received, since each has a part of every expert
+        hidden_states = gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
+        probs = gather_from_sequence_parallel_region(probs, group=self.tp_group)
+        num_senders = self.tp_size * self.ep_size
+        num_experts = len(probs) // (num_senders * self._capacity)
+        # in pinned memory, whose copy to the device the host need not await
+        counts = torch.full((num_experts,), num_senders * self._capacity, pin_memory=probs.is_cuda)
+        sizes = (num_senders, num_experts, self._capacity)
+        return _transposed(hidden_states, sizes), counts, _transposed(probs, sizes)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Orders the outputs by sender, and sums those of etp, in at least float32."""
+        num_senders = self.tp_size * self.ep_size
+        sizes = (len(hidden_states) // (num_senders * self._capacity), num_senders, self._capacity)
+        by_sender = _transposed(hidden_states, sizes)
+        if self.tp_size == 1:
+            return by_sender
+        wide = by_sender.to(torch.promote_types(by_sender.dtype, torch.float32))
+        return reduce_scatter_to_sequence_parallel_region(wide, group=self.tp_group).to(hidden_states.dtype)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Sends the outputs back; returns those of this rank's rows, ordered by expert."""
+        return all_to_all(self.ep_group, hidden_states)
+
+
+def _transposed(rows: Tensor, sizes: tuple[int, int, int]) -> Tensor:
+    """Reorders rows, [a x b x c, ...] for sizes (a, b, c), to [b x a x c, ...]."""
+    return rows.view(*sizes, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
 def by_expert(
