@@ -10,7 +10,7 @@ from mtrain import arch
 from mtrain.arch.layout import Layout
 from tests.config.samples import config
 from tests.config.test_vision import VISION
-from tests.parity.expert_models import DEEPSEEK, MIXTRAL
+from tests.parity.expert_models import DEEPSEEK, MIXTRAL, with_experts
 from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, HYBRID, OLMO2
 from tests.plan.memory_ranks import measured
 from tests.pool import Pool
@@ -41,6 +41,10 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "hybrid, bf16": (Layout(), HYBRID | {"train__precision": "bf16"}),
     "hybrid, recomputed": (Layout(), HYBRID | {"train__recompute": "selective"}),
     "mixtral": (Layout(dp=2, ep=2), MIXTRAL | {"layout": {"ep": 2}}),
+    "mixtral with a capacity": (
+        Layout(dp=2, ep=2),
+        with_experts(MIXTRAL, capacity_factor=3.0) | {"layout": {"ep": 2}, "loss__allow_layout_dependent": True},
+    ),
     "deepseek": (Layout(), DEEPSEEK | DEEPSEEK_ATTENTION | {"model__mtp_depths": 1}),
     "interleaved": (Layout(pp=2, vpp=2), {"model__num_layers": 4, "layout": {"pp": 2, "vpp": 2}}),
     "a frozen language model": (Layout(pp=2, dp=2), {"layout__pp": 2, "model__vision": TOWER_ALONE}),

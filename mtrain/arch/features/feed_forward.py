@@ -81,15 +81,17 @@ class ExpertFeedForward(LayerPart):
 
     def matrix_elements(self, model: ModelSection) -> int:
         experts = required(model.experts)
-        columns = _num_matrices(model) * _width(experts) + experts.num_experts
-        return model.hidden_size * columns + _gate_elements(model)
+        width = experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
+        return model.hidden_size * (_num_matrices(model) * width + experts.num_experts) + _gate_elements(model)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts inputs and outputs of experts, with a copy for each expert of a token; assumes a balanced load."""
+        """Counts inputs and outputs of experts, a row for each expert of a token, or for each place of a capacity."""
         return sum(self._activation_elements(model, layout))
 
     def inner_elements(self, model: ModelSection, layout: Layout) -> int:
-        return _width(required(model.experts)) // layout.tp
+        experts = required(model.experts)
+        routed = experts.rows_per_token * experts.ffn_hidden_size
+        return (int(routed) + experts.shared_ffn_hidden_size) // layout.tp
 
     def axes(self, model: ModelSection) -> dict[str, int]:
         """Letters: E experts, e feed-forward width of an expert, t width of all shared experts together."""
@@ -123,7 +125,7 @@ class ExpertFeedForward(LayerPart):
     def _activation_elements(self, model: ModelSection, layout: Layout) -> tuple[int, int]:
         """Returns the elements per token that routed experts save, and those that shared experts save."""
         experts, num = required(model.experts), _num_saved_widths(model)
-        routed = experts.top_k * (2 * layout.etp * model.hidden_size + num * experts.ffn_hidden_size)
+        routed = int(experts.rows_per_token * (2 * layout.etp * model.hidden_size + num * experts.ffn_hidden_size))
         # the gate saves the output that it multiplies
         shared = num * experts.shared_ffn_hidden_size + _gate_elements(model)
         return routed // layout.tp, shared // layout.tp
@@ -198,10 +200,6 @@ def router_parameters(model: ModelSection) -> Parameters:
     """Counts the router's parameters: a row, and possibly a bias, per expert."""
     experts = required(model.experts)
     return Parameters(replicated=experts.num_experts * (model.hidden_size + experts.router_bias))
-
-
-def _width(experts: ExpertsSection) -> int:
-    return experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
 
 
 def _gate_elements(model: ModelSection) -> int:

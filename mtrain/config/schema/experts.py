@@ -60,8 +60,16 @@ class ExpertsSection(Section):
     """Computation of a rank's experts: grouped in one product, or sequential; auto: grouped if the device supports it.
     te: by TransformerEngine, only with a certificate of `mtrain verify backend`."""
     capacity_factor: float | None = Field(None, gt=0)
-    """Multiple of an even load beyond which an expert's tokens are dropped; null: none are dropped. Which tokens are
-    dropped depends on the layout: needs loss.allow_layout_dependent."""
+    """Multiple of an even load, of a rank's positions in a microbatch, beyond which an expert drops the tokens that
+    weigh it least; null: none. Which ones depends on the layout: needs loss.allow_layout_dependent."""
+
+    @property
+    def rows_per_token(self) -> float:
+        """Rows of all experts together per token: with a capacity as many as experts may take, even if some are empty.
+        Assumes an even load without one."""
+        if self.capacity_factor is None:
+            return self.top_k
+        return min(self.capacity_factor * self.top_k, self.num_experts)
 
     @property
     def num_scored(self) -> int:

@@ -391,7 +391,7 @@ def _matrix_seconds(work: Workload, part: LayerPart) -> float:
         seconds += product_seconds(work, local_tokens, sizes.replicated / hidden, hidden)
     if sizes.experts and model.experts is not None:
         local = model.experts.num_experts / layout.ep
-        rows = tokens / layout.tp * layout.ep * layout.etp * model.experts.top_k / model.experts.num_experts
+        rows = tokens / layout.tp * layout.ep * layout.etp * model.experts.rows_per_token / model.experts.num_experts
         width = sizes.experts / model.experts.num_experts / layout.etp / hidden
         seconds += local * 2 * product_seconds(work, rows, width / 2, hidden) / work.cluster.gpu.grouped_share
     return seconds
@@ -405,7 +405,7 @@ def _transfers(work: Workload, layer: int) -> tuple[Transfer, Transfer]:
     tp = gathered(cluster, Group(layout.tp, 1), hidden_bytes) * (2 * num_parts)
     if model.experts is None or not model.has_experts(layer):
         return tp, Transfer()
-    local_bytes = hidden_bytes / layout.tp * model.experts.top_k
+    local_bytes = hidden_bytes / layout.tp * model.experts.rows_per_token
     # to the experts and back; etp ranks gather the tokens that each of them received
     dispatch = exchanged(cluster, Group(layout.ep, layout.etp), local_bytes)
     return tp, dispatch * 2 + gathered(cluster, Group(layout.etp, 1), local_bytes * layout.etp) * 2
