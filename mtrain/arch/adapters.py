@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mtrain.arch.features import LAYER_PARTS, present, segments
 from mtrain.arch.features.feature import EMBEDDING, AdaptedMatrix, Parameters, RankParameters, norm_elements
+from mtrain.arch.features.vision import KEY
 from mtrain.arch.layout import Layout
 from mtrain.arch.parameters import head_elements, padded_vocab_size, tables_on_stage
 from mtrain.config.schema.adapter import AdapterSection, LoraSection
@@ -74,7 +75,7 @@ def is_learned_whole(model: ModelSection, adapter: AdapterSection, name: str) ->
 
 def is_norm(name: str) -> bool:
     """Says whether a tensor is a weight or bias of a norm outside MTP depths and the vision tower."""
-    return _NORM.search(name) is not None and not name.startswith(("mtp.", "vision."))
+    return _NORM.search(name) is not None and not name.startswith(("mtp.", KEY))
 
 
 def learns_output(model: ModelSection, adapter: AdapterSection) -> bool:
@@ -137,13 +138,13 @@ def holds_narrow(adapter: AdapterSection | None, precision: str) -> bool:
 
 
 def is_matrix(name: str, num_axes: int) -> bool:
-    """Says whether a tensor is a projection's matrix or a table.
+    """Says whether a tensor is a projection's matrix or a table of the language model.
 
     Args:
         name: Global name of the tensor.
         num_axes: Number of its axes, without those of layers and experts.
     """
-    return num_axes > 1 and ".router." not in name
+    return num_axes > 1 and ".router." not in name and not name.startswith(KEY)
 
 
 def fused_parts(model: ModelSection, adapter: AdapterSection, linear: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mtrain.arch import adapters as plan
 from mtrain.arch.features.feature import EMBEDDING
+from mtrain.arch.features.vision import KEY
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of, shown
@@ -91,7 +92,7 @@ class Merging:
         tables = {f"{EMBEDDING}.weight": "embedding", f"{plan.OUTPUT}.weight": "output"}
         if name in tables:
             return (tables[name],) if tables[name] in adapted else ()
-        if not name.endswith(".weight") or name.startswith("mtp."):  # MTP depths have no adapters
+        if not name.endswith(".weight") or name.startswith(_UNADAPTED):
             return ()
         if ".mlp.experts." in name:
             return ("experts",) if "experts" in adapted else ()
@@ -108,6 +109,8 @@ def _pair(module: str, part: str, tensor_of: TensorOf) -> tuple[Tensor, Tensor]:
     return down, up
 
 
+_UNADAPTED = ("mtp.", KEY)
+"""Prefixes of names of MTP depths and the vision tower, which have no adapters."""
 _KEEPS_FLOAT32 = "router.expert_bias"
 
 

@@ -11,6 +11,8 @@ from mtrain.config.schema.vision import VisionSection
 
 PROJECTOR = ("merger.", "deepstack_merger_list.", "multi_modal_projector.")
 """Prefixes of the projector's tensors."""
+KEY = "vision."
+"""Prefix of the global names of a tower's tensors."""
 _PATCHES_OF_IMAGE = 4096
 """Patches of an image whose size is not limited: a megapixel of patches of 16 x 16 pixels."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any, assert_never
 
-from mtrain.arch.features.vision import tower_shapes
+from mtrain.arch.features.vision import KEY, tower_shapes
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.config.schema.model import ModelSection
@@ -14,9 +14,6 @@ from mtrain.hf.schema.rope import ROPE_OBJECTS
 from mtrain.hf.schema.table import Arrangement, FilledSlice, HfTensor, Table
 from mtrain.hf.schema.tower import VISION, TrainedTower
 from mtrain.hf.schema.values import needed_value, shown, wrong_type
-
-KEY = "vision."
-"""Prefix of the keys of a tower's tensors in a checkpoint."""
 
 
 @dataclass(frozen=True)
