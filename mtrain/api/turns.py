@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 from pydantic import ValidationError
 from torch import Tensor
 
+from mtrain.arch.adapters import keys_of_full_training
 from mtrain.base.errors import ConfigError
 from mtrain.checkpoint.state.base import settle_magnitudes
 from mtrain.checkpoint.state.held import (
@@ -159,10 +160,11 @@ class Turns:
             raise ConfigError(f"an adapter {name!r} exists already; use another name, or close that one first")
         # without its path, from which only the configuration's adapter starts
         new_adapter = self._checked_adapter({**adapter.model_dump(exclude={"path"}), **(section or {})})
-        if saved := [*adapter.modules_to_save, *new_adapter.modules_to_save]:
+        model = self.config.model
+        if keys := [*keys_of_full_training(model, adapter), *keys_of_full_training(model, new_adapter)]:
             raise ConfigError(
-                f"several adapters share a frozen model, but adapter.modules_to_save={', '.join(dict.fromkeys(saved))} "
-                "trains a part of it; remove it"
+                f"several adapters share a frozen model, but {', '.join(dict.fromkeys(keys))} trains a part of it; "
+                "remove it"
             )
         other = copy.copy(self)
         other._built_step = base.add(name, new_adapter, self._objective)
@@ -231,7 +233,7 @@ class Turns:
             initialize(model)
         else:
             seed = self.config.train.seed if seed is None else seed
-            if self.config.adapter.modules_to_save:
+            if keys_of_full_training(self.config.model, self.config.adapter):
                 load_base(model)
             for chunk in model.chunks:
                 draw_adapters(unwrap(chunk), self.config.model, self._groups, seed)
@@ -291,11 +293,10 @@ def _check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> 
             f"adapters_off restores the model that finetuning began from, but the head of {model.output} is trained in "
             "full, so the original is gone; compute scores before the first optim_step"
         )
-    if adapter.modules_to_save:
+    if keys := keys_of_full_training(model, adapter):
         raise ConfigError(
-            "adapters_off restores the model that finetuning began from, but "
-            f"adapter.modules_to_save={', '.join(adapter.modules_to_save)} is trained in full, so the original is "
-            "gone; compute scores before the first optim_step"
+            f"adapters_off restores the model that finetuning began from, but with {', '.join(keys)} a part is trained "
+            "in full, so the original is gone; compute scores before the first optim_step"
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mtrain.arch.features import LAYER_PARTS, present, segments
 from mtrain.arch.features.feature import EMBEDDING, AdaptedMatrix, Parameters, RankParameters, norm_elements
-from mtrain.arch.features.vision import KEY
+from mtrain.arch.features.vision import KEY, is_trained, trained_tower_sizes
 from mtrain.arch.layout import Layout
 from mtrain.arch.parameters import head_elements, padded_vocab_size, tables_on_stage
 from mtrain.config.schema.adapter import AdapterSection, LoraSection
@@ -70,7 +70,17 @@ def is_learned_whole(model: ModelSection, adapter: AdapterSection, name: str) ->
     Args:
         name: Global name of the tensor, or its key in a checkpoint, which may stack layers.
     """
+    if model.vision is not None and name.startswith(KEY):
+        return is_trained(model.vision, name.removeprefix(KEY))
     return name in learned_matrices(model, adapter) or ("norms" in adapter.modules_to_save and is_norm(name))
+
+
+def keys_of_full_training(model: ModelSection, adapter: AdapterSection) -> list[str]:
+    """Returns the keys, each with its value, by which parts of the model are fully trained alongside adapters."""
+    saved, vision = adapter.modules_to_save, model.vision
+    keys = [f"adapter.modules_to_save={', '.join(saved)}"] if saved else []
+    parts = () if vision is None else ("freeze_tower", "freeze_projector")
+    return [*keys, *(f"model.vision.{part}=false" for part in parts if not getattr(vision, part))]
 
 
 def is_norm(name: str) -> bool:
@@ -88,6 +98,7 @@ def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:
     """Counts trained parameters of a model with adapters, including fully trained ones, without vocabulary padding."""
     learned = head_elements(model) + len(_learned_tables(model, adapter)) * model.vocab_size * model.hidden_size
     learned += _learned_norms(model, adapter, range(model.num_layers), is_last=True).total
+    learned += sum(trained_tower_sizes(model.vision, model.hidden_size))
     return sum(matrix.parameters(adapter).total for matrix in all_matrices(model, adapter)) + learned
 
 

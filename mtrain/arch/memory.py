@@ -134,6 +134,7 @@ class _StageRank:
         tables = learned_table_elements(config.model, config.adapter, layout, pp_rank)
         learned = tables + (head_elements(config.model) if pp_rank == layout.pp - 1 else 0)
         learned += learned_norm_elements(config.model, config.adapter, layout, pp_rank)
+        learned += sum(_trained_tower_on_rank(config.model, pp_rank))
         whole, narrow = parameters_on_rank(config.model, layout, pp_rank).total - learned, 0
         if holds_narrow(config.adapter, config.train.precision):
             narrow = matrices_on_rank(config.model, layout, pp_rank).total
@@ -151,7 +152,7 @@ class _StageRank:
             adapter.rank_of(matrix.part) * max(matrix.rows, matrix.columns) for matrix in all_matrices(model, adapter)
         )
         tables = learned_table_elements(model, adapter, layout, self.pp_rank)
-        return max(max(sizes, default=0), head_elements(model), tables)
+        return max(*sizes, *_trained_tower_on_rank(model, self.pp_rank), head_elements(model), tables)
 
     def kept_numbers(self, trained: RankParameters) -> RankParameters:
         """Counts the fp32 numbers of the optimizer's state for a rank's parameters, before DP ranks divide them."""

@@ -60,11 +60,6 @@ def images(config: Sections) -> Iterator[str]:
         yield from _deepstack(len(vision.deepstack), config)
     if vision.freeze_language_model:
         yield from _frozen_language_model(vision, config)
-    if config.adapter is not None and not vision.is_frozen:
-        yield (
-            "adapter trains the language model only, but model.vision.freeze_tower=false or freeze_projector=false "
-            "trains the tower; set both to true, or remove adapter"
-        )
     if config.optimizer.kind == "muon" and not vision.is_frozen:
         yield (
             "optimizer.kind=muon updates matrices of the language model, but model.vision.freeze_tower=false or "
@@ -95,8 +90,8 @@ def _frozen_language_model(vision: VisionSection, config: Sections) -> Iterator[
         )
     if config.adapter is not None and config.adapter.modules_to_save:
         yield (
-            f"adapter.modules_to_save={list(config.adapter.modules_to_save)} trains parts of the language model, but "
-            f"{key}; remove one of them"
+            f"adapter.modules_to_save={list(config.adapter.modules_to_save)} trains parts of the language model in "
+            f"full, but {key} freezes all of it; remove one of them: adapters freeze the other parts without it"
         )
     experts = config.model.experts
     # adapters refuse it as well

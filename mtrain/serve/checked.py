@@ -5,6 +5,7 @@ import secrets
 from importlib import import_module
 from pathlib import Path
 
+from mtrain.arch.adapters import keys_of_full_training
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import disk_faults
 from mtrain.base.plain_files import read_plain_file
@@ -21,10 +22,9 @@ def check_served(model: ModelSection, adapter: AdapterSection | None) -> None:
     """Refuses a model that clients cannot train, and adapters that cannot share it."""
     if model.output.head_rows or model.layers_ahead:
         raise ConfigError("mtrain serve serves a language model without a head and without model.mtp_depths")
-    if adapter is not None and adapter.modules_to_save:
+    if adapter is not None and (keys := keys_of_full_training(model, adapter)):
         raise ConfigError(
-            f"mtrain serve trains adapters on one frozen model, but adapter.modules_to_save="
-            f"{', '.join(adapter.modules_to_save)} trains a part of it; remove it"
+            f"mtrain serve trains adapters on one frozen model, but {', '.join(keys)} trains a part of it; remove it"
         )
 
 

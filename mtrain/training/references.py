@@ -17,7 +17,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from mtrain.arch.adapters import keys_of_full_training
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.checkpoint.state.base import model_fingerprint
@@ -57,7 +58,7 @@ from mtrain.hf.configuration import load_config
 from mtrain.hf.io.peft import adapter_of
 from mtrain.hf.schema import peft
 from mtrain.hf.schema.description import ADDED_TOKENS
-from mtrain.hf.schema.files import CONFIG_NAME
+from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.registry import family_of_run
 from mtrain.runs.continuation import REFERENCE
 from mtrain.runs.folder import RunFolder
@@ -104,7 +105,8 @@ class Reference(NamedTuple):
         # a run without a path continues with drawn adapters, which could not be restored
         if run_adapter is None or run_adapter.path is None or self.config.train.precision != config.train.precision:
             return False
-        return _facts(run_adapter) == _facts(adapter)
+        theirs = keys_of_full_training(self.config.model, adapter)
+        return keys_of_full_training(config.model, run_adapter) == theirs and _facts(run_adapter) == _facts(adapter)
 
     @contextmanager
     def loaded(self, model: RankModel) -> Iterator[tuple[str, RankModel]]:
@@ -158,9 +160,11 @@ def named_reference(config: Config, named: str) -> Reference:
         if (folder / peft.CONFIG_NAME).is_file():
             # on the frozen model of the run, in the run's dtype
             base_dtype = None if config.adapter is None else config.adapter.base_dtype
-            peft_adapter = adapter_of(folder, family_of_run(config), config.model)
+            family = family_of_run(config)
+            peft_adapter = adapter_of(folder, family, config.model)
             adapter = peft_adapter.model_copy(update={"path": str(folder), "base_dtype": base_dtype})
-            return Reference(_config_with_adapter(config, config, adapter), named)
+            frozen = peft.freezes(read_json(folder / peft.CONFIG_NAME), family, config.model)
+            return Reference(_config_with_adapter(config, config, adapter, frozen), named)
         entry = None if megatron_folder(folder) is not None else checkpoint_at(folder).entry
         is_adapter = entry is not None and entry.manifest.base is not None
         saved = load_config([entry.path / RUN_CONFIG_NAME], []) if entry is not None and is_adapter else None
@@ -172,9 +176,10 @@ def named_reference(config: Config, named: str) -> Reference:
     # verifies that it is the same model
     origins = (saved.model.hf, saved.checkpoint.initialize_from)
     start = saved if all(origin is None or Path(origin).exists() for origin in origins) else config
-    return Reference(
-        _config_with_adapter(config, start, saved.adapter.model_copy(update={"path": None}), saved), named, folder
-    )
+    vision = saved.model.vision
+    frozen = {} if vision is None else vision.model_dump(include={"freeze_tower", "freeze_projector"})
+    adapter = saved.adapter.model_copy(update={"path": None})
+    return Reference(_config_with_adapter(config, start, adapter, frozen, saved), named, folder)
 
 
 def _config_of_model(config: Config, hf: str | None = None, initialize_from: str | None = None) -> Config:
@@ -184,13 +189,18 @@ def _config_of_model(config: Config, hf: str | None = None, initialize_from: str
 
 
 def _config_with_adapter(
-    config: Config, start: Config, adapter: AdapterSection, precision: Config | None = None
+    config: Config,
+    start: Config,
+    adapter: AdapterSection,
+    frozen: Mapping[str, bool],
+    precision: Config | None = None,
 ) -> Config:
     """Returns the run's configuration with a reference's adapter; refuses an adapter that the configuration's rules
     forbid.
 
     Args:
         start: Configuration that names the frozen model.
+        frozen: Keys of `model.vision` that say which parts of the tower were frozen under the adapter.
         precision: Configuration with the precision of the frozen model; None: `config`.
     """
     content = config.model_dump()
@@ -201,6 +211,8 @@ def _config_with_adapter(
     content["train"] |= {"seed": start.train.seed, "precision": (precision or config).train.precision}
     content["checkpoint"] |= {"initialize_from": start.checkpoint.initialize_from, "export_hf_every_steps": 0}
     content["model"]["hf"] = start.model.hf
+    if config.model.vision is not None:
+        content["model"]["vision"] |= {**frozen, "freeze_language_model": False}  # the adapter freezes it
     try:
         return Config.model_validate(content)
     except ValidationError as error:

@@ -35,7 +35,6 @@ UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "model.backend=te": ({"model__backend": "te"}, {}),
-    "adapter": ({"adapter": LORA}, TRAINED),
     "optimizer.kind=muon": ({"optimizer__kind": "muon"}, TRAINED),
     "sliding_window": ({"model__sliding_window": 8}, {}),
     "num_labels=1": ({"model__num_labels": 1, "loss__function": "reward"}, {}),
@@ -43,6 +42,8 @@ UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "vision.rope_sections=[2, 2, 1]": ({}, {"rope_sections": (2, 2, 1)}),
     "leaves nothing to train": ({}, ALONE),
     "adapter.modules_to_save=['norms']": ({"adapter": LORA | {"modules_to_save": ["norms"]}}, ALONE),
+    "modules_to_save: names visual.merger": ({"adapter": LORA | {"modules_to_save": ["norm", "visual.merger"]}}, {}),
+    "targets: names visual.blocks": ({"adapter": LORA | {"targets": ["qkv", "visual.blocks.0.attn.qkv"]}}, {}),
     "bias_update_rate=0.001": (
         {"model__experts": BALANCED, "loss__allow_layout_dependent": True},
         ALONE | {"freeze_projector": False},
@@ -79,8 +80,11 @@ UNABLE_WITH_GEMMA3: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def test_a_tower_needs_nothing_else() -> None:
     assert config(model__vision=VISION).model.vision is not None
-    assert config(model__vision=VISION, adapter=LORA).adapter is not None
+    for trained in ({}, TRAINED):
+        assert config(model__vision=VISION | trained, adapter=LORA).adapter is not None
     assert config(model__vision=VISION, optimizer__kind="muon").model.vision is not None
+    rates = {"adapter": LORA | {"modules_to_save": ["norms"]}, "optimizer__tower_lr": 1e-5}
+    assert config(model__vision=VISION | TRAINED, **rates).optimizer.tower_lr == 1e-5
     assert config(model__vision=VISION | ALONE, adapter=LORA).model.has_frozen_language_model
     assert config(model__vision=VISION | ALONE | TRAINED).model.has_frozen_language_model
     assert config(model__vision=VISION, model__mtp_depths=1, train__offload_layers=1).model.layers_ahead

@@ -16,8 +16,9 @@ from mtrain.core.layers.build import unwrap
 from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
+from mtrain.training.resume import initialize
 from tests.parity.batches import GlobalBatch
-from tests.parity.ranks import Built, Outcome, run_step, train
+from tests.parity.ranks import Built, Outcome, own_microbatches, run_step, train
 from tests.verify.planted.image_faults import IMAGE_PLANTS, NO_ZEROS, ONLY_THE_PAST, POSITIONS_IN_SLICES
 
 FAULTS = {
@@ -65,6 +66,21 @@ def train_from_folder(groups: Groups, config: Config, batches: Sequence[GlobalBa
         run_step(built, groups, config, batch, number)
     model.sharded.gather_parameters()
     save_checkpoint(checkpoints, model, len(batches))
+
+
+def loss_after(
+    groups: Groups, config: Config, batches: Sequence[GlobalBatch], last: GlobalBatch, checkpoints: Path | None
+) -> float:
+    """Starts as a run does, trains one step for each batch, saves a checkpoint, and returns the loss of `last`."""
+    model = build_rank_model(config, groups, weights_follow=True)
+    initialize(model)
+    built = Built(model, TrainingStep(model, Objective.from_config(config.loss, config.model)))
+    for number, batch in enumerate(batches):
+        run_step(built, groups, config, batch, number)
+    model.sharded.gather_parameters()
+    if checkpoints is not None:
+        save_checkpoint(checkpoints, model, len(batches))
+    return built.training.forward_backward(own_microbatches(last, groups, config)).objective
 
 
 def frequencies(groups: Groups, config: Config) -> tuple[list[Any], Any]:

@@ -371,10 +371,11 @@ class Exact(NamedTuple):
 
 def initial(kind: Kind) -> Arrays:
     """Returns the parameters by our names."""
-    return _ours(dict(model_of(kind).named_parameters()), kind)
+    return ours_of(dict(model_of(kind).named_parameters()), kind)
 
 
-def _ours(tensors: dict[str, Tensor], kind: Kind) -> Arrays:
+def ours_of(tensors: dict[str, Tensor], kind: Kind) -> Arrays:
+    """Returns parameters of transformers by our names."""
     section = case(num_layers=2).config(**knobs(kind)).model
     tower = {own: value.detach().clone() for name, value in tensors.items() if (own := _own_name(name)) is not None}
     text = {name: value for name, value in tensors.items() if _own_name(name) is None}
@@ -394,13 +395,13 @@ def exact(kind: Kind, config: Config, batches: Sequence[GlobalBatch]) -> Exact:
             parameter.requires_grad_(not is_frozen)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     section = config.optimizer
-    adam = torch.optim.AdamW(_groups(trained, section), betas=(section.beta1, section.beta2), eps=section.epsilon)
+    adam = torch.optim.AdamW(groups_of(trained, section), betas=(section.beta1, section.beta2), eps=section.epsilon)
     losses, norms, gradients = [], [], []
     for step, batch in enumerate(batches):
         adam.zero_grad()
-        losses.append(_differentiated(model, batch, config.loss.mtp_coefficient))
+        losses.append(differentiated_batch(model, batch, config.loss.mtp_coefficient))
         gradients.append(
-            _ours(
+            ours_of(
                 {
                     name: torch.zeros_like(each) if each.grad is None else each.grad
                     for name, each in model.named_parameters()
@@ -421,22 +422,23 @@ def exact(kind: Kind, config: Config, batches: Sequence[GlobalBatch]) -> Exact:
         }
         for each in gradients
     ]
-    return Exact(losses, norms, found, _ours(dict(model.named_parameters()), kind))
+    return Exact(losses, norms, found, ours_of(dict(model.named_parameters()), kind))
 
 
-def _groups(trained: dict[str, Any], section: Any) -> list[dict[str, Any]]:
+def groups_of(trained: dict[str, Any], section: Any) -> list[dict[str, Any]]:
     """Returns a group for each parameter, with its weight decay and its share of the language model's rate."""
     groups = []
     for name, each in trained.items():
         own = None
-        if _own_name(name) is not None:
+        if any(part in name for part in ("visual", "vision_tower", "multi_modal_projector")):
             own = section.projector_lr if _is_projector(name) else section.tower_lr
         decay = section.weight_decay if each.ndim > 1 else 0.0
         groups.append({"params": [each], "weight_decay": decay, "share": 1.0 if own is None else own / section.lr})
     return groups
 
 
-def _differentiated(model: Any, batch: GlobalBatch, coefficient: float) -> float:
+def differentiated_batch(model: Any, batch: GlobalBatch, coefficient: float = 0.0) -> float:
+    """Adds the gradients of a batch, and returns its loss; `coefficient` is the weight of a depth's loss."""
     # a depth has one label less
     denominators = [sum(float(sample.mask[depth:].sum()) for sample in batch) for depth in (0, 1)]
     total = 0.0
@@ -483,7 +485,7 @@ def differentiated(kind: Kind, loss_of: Callable[[Any], Tensor]) -> tuple[float,
     model = copy.deepcopy(model_of(kind))
     loss = loss_of(model)
     loss.backward()
-    return loss.item(), _ours({name: each.grad for name, each in model.named_parameters()}, kind)
+    return loss.item(), ours_of({name: each.grad for name, each in model.named_parameters()}, kind)
 
 
 def _whole(patches: Tensor, grids: Sequence[Sequence[int]]) -> Tensor:

@@ -37,6 +37,7 @@ TOWER: dict[str, Any] = VISION | {
 HIDDEN = 64
 """Width of the language model."""
 FROZEN = {"freeze_tower": True, "freeze_projector": True}
+LORA = {"adapter__kind": "lora", "adapter__rank": 4}
 CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
     "all": (Layout(), TOWER | {"deepstack": (0, 1)}, {}),
     "all, bf16": (Layout(), TOWER, {"train__precision": "bf16"}),
@@ -46,6 +47,8 @@ CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
     "none": (Layout(), TOWER | FROZEN, {"model__num_layers": 1}),
     "tower alone": (Layout(pp=2), TOWER | {"freeze_language_model": True}, {"layout__pp": 2}),
     "shared": (Layout(tp=2, sp=True), TOWER, {"layout__tp": 2, "layout__sp": True}),
+    "beside adapters": (Layout(), TOWER, LORA | {"train__precision": "bf16"}),
+    "projector beside adapters": (Layout(), TOWER | {"freeze_tower": True}, LORA | {"adapter__base_dtype": "bf16"}),
 }
 
 

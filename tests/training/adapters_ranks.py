@@ -151,3 +151,19 @@ def refused(groups: Groups, config: Config) -> list[str]:
         except ConfigError as error:
             said.append(str(error))
     return said
+
+
+def refused_beside_a_trained_tower(groups: Groups, config: Config) -> list[str]:
+    """Returns what is said of several adapters, and of a model without its adapter, if a tower is trained in full."""
+    with free(groups), Engine(config) as engine:
+        said = []
+        try:
+            engine.adapter("one")
+        except ConfigError as error:
+            said.append(str(error))
+        try:
+            with engine.adapters_off():
+                pass
+        except ConfigError as error:
+            said.append(str(error))
+    return said

@@ -13,13 +13,16 @@ import transformers
 
 from mtrain import Datum, arch
 from mtrain.arch.layout import Layout
+from mtrain.base.errors import ConfigError
 from mtrain.convert.adapters import export_adapter
 from mtrain.hf.configuration import load_config
+from mtrain.serve.checked import check_served
 from tests.hf.folders import save
-from tests.messages import check_message
+from tests.messages import check_message, refuses
 from tests.parity.cases import Case, case
 from tests.parity.compare import at_night
 from tests.parity.expert_models import QWEN
+from tests.parity.images import knobs
 from tests.pool import Pool
 from tests.training import adapters_ranks
 from tests.training.adapters_ranks import ADAM, Wanted
@@ -144,3 +147,15 @@ def test_adapters_that_cannot_be_are_refused(pool: Pool) -> None:
     (said,) = pool.run(adapters_ranks.refused, Layout(), one.config(adapter={"rank": 2}))
     for text, fact in zip(said, ["'one'", "rank", "model.experts", "closed", "add an adapter section"], strict=True):
         check_message(text, fact)
+
+
+def test_a_trained_tower_cannot_be_shared_by_adapters(pool: Pool) -> None:
+    adapter = {"rank": 2, "modules_to_save": ["norm"]}
+    config = case(4, num_layers=2).config(**knobs("dense", freeze_projector=False), adapter=adapter)
+    keys = "adapter.modules_to_save=norms, model.vision.freeze_projector=false"
+    (said,) = pool.run(adapters_ranks.refused_beside_a_trained_tower, Layout(), config)
+    assert len(said) == 2
+    for text in said:
+        check_message(text, keys)
+    with refuses(ConfigError, keys):
+        check_served(config.model, config.adapter)

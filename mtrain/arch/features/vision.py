@@ -134,15 +134,16 @@ def num_tower_parameters(vision: VisionSection | None, hidden_size: int) -> int:
     return 0 if vision is None else sum(map(prod, tower_shapes(vision, hidden_size).values()))
 
 
+def is_trained(vision: VisionSection, name: str) -> bool:
+    """Says whether a tensor of a tower is trained; `name` is without KEY."""
+    return not (vision.freeze_projector if name.startswith(PROJECTOR) else vision.freeze_tower)
+
+
 def trained_tower_sizes(vision: VisionSection | None, hidden_size: int) -> list[int]:
     """Returns the number of elements of each trained parameter of a tower; empty without one."""
     if vision is None:
         return []
-    return [
-        prod(shape)
-        for name, shape in tower_shapes(vision, hidden_size).items()
-        if not (vision.freeze_projector if name.startswith(PROJECTOR) else vision.freeze_tower)
-    ]
+    return [prod(shape) for name, shape in tower_shapes(vision, hidden_size).items() if is_trained(vision, name)]
 
 
 def num_frozen_parameters(vision: VisionSection | None, hidden_size: int) -> int:

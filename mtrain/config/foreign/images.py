@@ -33,6 +33,8 @@ class Part(NamedTuple):
     origin: str
     is_chosen: bool = True
     """Whether a setting chooses it."""
+    is_full: bool = False
+    """Whether it is trained in full beside adapters, instead of by adapters."""
 
 
 class Parts(NamedTuple):
@@ -54,7 +56,7 @@ def all_trained(run: Settings, signals: Collection[str] = ()) -> Parts:
 def put_images(config: Translation, run: Settings, parts: Parts, signals: Collection[str]) -> bool:
     """Sets `model.vision` for a model that reads images, by its config.json, its name, or settings for images.
 
-    Adapters are on the language model only, so all other parts are frozen with them.
+    Adapters are on the language model only; with them, other parts are frozen, or trained in full.
 
     Args:
         signals: Names of settings that concern only images.
@@ -76,7 +78,9 @@ def put_images(config: Translation, run: Settings, parts: Parts, signals: Collec
         config.notes.append(f"{model} reads images; for a run on text alone, remove model.vision and data.images")
     is_adapted = config.get("adapter.kind") is not None
     for key, part in parts._asdict().items():
-        if is_adapted and part.is_frozen == (key != "freeze_language_model"):
+        if is_adapted and (name := config.saved_in_tower.pop(key, None)) is not None:
+            config.put(f"{_SECTION}.{key}", False, name)
+        elif is_adapted and (part.is_full or part.is_frozen == (key != "freeze_language_model")):
             config.put(f"{_SECTION}.{key}", part.is_frozen, part.origin)
         elif is_adapted:
             _report_adapted(config, key, part)
@@ -90,7 +94,10 @@ def _report_adapted(config: Translation, key: str, part: Part) -> None:
     if part.is_frozen:
         config.lost.append(f"{part.origin}: the language model has no adapters there; here only it has some")
     elif part.is_chosen:
-        config.lost.append(f"{part.origin}: only the language model has adapters here; {_SECTION}.{key} is true")
+        config.lost.append(
+            f"{part.origin}: only the language model has adapters here, so {_SECTION}.{key} is true; set it to false "
+            "to train this part in full"
+        )
     elif key == "freeze_tower":
         names = config.origins.get("adapter.targets", "the targets")
         config.notes.append(
@@ -99,6 +106,23 @@ def _report_adapted(config: Translation, key: str, part: Part) -> None:
         )
     if key != "freeze_language_model":
         config.put(f"{_SECTION}.{key}", True, "adapters are on the language model")
+
+
+_PARTS = {
+    "visual": ("freeze_tower", "freeze_projector"),
+    "vision_tower": ("freeze_tower",),
+    "merger": ("freeze_projector",),
+    "deepstack_merger_list": ("freeze_projector",),
+    "multi_modal_projector": ("freeze_projector",),
+}
+"""Module of transformers -> keys of `model.vision` that freeze what is in it."""
+
+
+def part_of_tower(module: str) -> tuple[str, ...]:
+    """Returns the keys of `model.vision` that freeze a module, given by the end of its path; empty for a module that is
+    not a part of its own."""
+    names = [name for name in module.split(".") if not name.isdigit()]
+    return _PARTS.get(names[-1], ()) if names else ()
 
 
 def _reads_images(model: Any) -> bool | None:

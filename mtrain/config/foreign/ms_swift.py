@@ -39,10 +39,14 @@ from mtrain.config.tables import table
 
 
 def _adapter(config: Translation, value: Any, name: str) -> None:
-    if value in ("lora", "dora"):
-        config.put("adapter.kind", value, name)
+    if value in ("lora", "dora", _LORA_LLM):
+        config.put("adapter.kind", "lora" if value == _LORA_LLM else value, name)
     elif value != "full":
         config.lost.append(f"{name}={value}: adapters are lora and dora")
+
+
+_LORA_LLM = "lora_llm"
+"""Tuner that trains the tower and the projector in full, and all linear layers of the language model by LoRA."""
 
 
 def _preference(config: Translation, value: Any, name: str) -> None:
@@ -195,6 +199,14 @@ _SIZES = ("max_pixels", "MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "IMAG
 def _images(config: Translation, run: Settings) -> None:
     """Sets what is trained of a model that reads images, and the sizes of images."""
     parts = Parts(*(Part(is_on(run, name), run.described(name)) for name in _FREEZES))
+    tuner = next((name for name in ("tuner_type", "train_type") if run[name] == _LORA_LLM), None)
+    if tuner is not None:
+        # it reads no other settings of adapters than rank and alpha, and none that freeze
+        for key in ("dropout", "scaling", "targets", "modules_to_save"):
+            config.drop(f"adapter.{key}")
+        config.without_effect += [name for name in _FREEZES if name in run.explicit]
+        trained = Part(False, f"{tuner}={_LORA_LLM}", is_full=True)
+        parts = Parts(trained, trained, trained)
     if not put_images(config, run, parts, (*_FREEZES, *_SIZES, *_RATES)):
         return
     for name, (key, freezes) in _RATES.items():

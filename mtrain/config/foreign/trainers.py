@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from mtrain.base.version import SHARED
 from mtrain.config.derived import LAYOUT_DEPENDENT_KEYS
+from mtrain.config.foreign.images import part_of_tower
 from mtrain.config.foreign.translation import Put, Settings, Translation, above_0, choice, unless_0
 from mtrain.config.foreign.values import boolean, fitting, is_same, listed, number
 from mtrain.config.load import read_mapping
@@ -217,10 +218,12 @@ _MATCHED_LAYERS = 24
 def saved(config: Translation, value: Any, name: str) -> None:
     """Sets fully trained modules, and reports unsupported ones."""
     modules = listed(value)
-    if unknown := [str(module) for module in modules if module not in SAVED_SYNONYMS]:
+    in_tower = {str(module): part_of_tower(str(module)) for module in modules if module not in SAVED_SYNONYMS}
+    config.saved_in_tower |= {key: name for keys in in_tower.values() for key in keys}
+    if unknown := [module for module, keys in in_tower.items() if not keys]:
         config.lost.append(
-            f"{name}={', '.join(unknown)}: only embed_tokens, lm_head, norm and a head can be trained in full with "
-            "adapters"
+            f"{name}={', '.join(unknown)}: only embed_tokens, lm_head, norm, a head, a vision tower and its projector "
+            "can be trained in full with adapters"
         )
     config.put("adapter.modules_to_save", [module for module in modules if module in SAVED_SYNONYMS] or None, name)
 
@@ -369,6 +372,8 @@ def drop_adapter_of_full_runs(config: Translation, *, is_adapted: bool) -> None:
     """Drops the adapter of a run that trains all weights."""
     if not is_adapted:
         config.drop("adapter")
+        config.without_effect += dict.fromkeys(config.saved_in_tower.values())
+        config.saved_in_tower.clear()
 
 
 def finish_loss(config: Translation) -> None:
@@ -415,6 +420,8 @@ def finish(config: Translation, run: Settings) -> None:
     finish_loss(config)
     if config.get("adapter.kind") == "dora":
         _drop_dropout(config, "adapter.kind=dora has no dropout")
+    for key, name in config.saved_in_tower.items():
+        config.lost.append(f"{name}: the model has no vision tower here; set model.vision.{key}=false if it has one")
     split = config.get("data.split")
     if not config.get("data.valid") and not (split and split[1]):
         config.drop("valid")

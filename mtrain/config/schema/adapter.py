@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, assert_never
 
 from pydantic import Field, Tag, field_validator
@@ -97,6 +97,13 @@ SAVED_SYNONYMS: Mapping[str, Saved] = {
     "classifier": "head",
 }
 """Fully trained module in PEFT or Megatron-Bridge -> ours."""
+_OF_TOWER = frozenset(("visual", "merger", "deepstack_merger_list", "vision_tower", "multi_modal_projector"))
+"""Modules of vision towers in transformers."""
+
+
+def names_in_tower(names: Iterable[object]) -> list[str]:
+    """Returns the names of modules of a vision tower in transformers, or of their tensors, among some names."""
+    return [name for name in names if isinstance(name, str) and not _OF_TOWER.isdisjoint(name.split("."))]
 
 
 Number = TypeVar("Number", int, float)
@@ -154,6 +161,11 @@ class AdapterSection(Section):
             return (ALL_LINEAR,)
         if not isinstance(value, list | tuple):
             return value
+        if of_tower := names_in_tower(value):
+            raise ValueError(
+                f"names {', '.join(of_tower)}, a part of the vision tower, but adapters are on the language model; set "
+                "model.vision.freeze_tower=false to train the tower in full, and freeze_projector=false its projector"
+            )
         targets = [SYNONYMS.get(name, name) if isinstance(name, str) else name for name in value]
         if all(isinstance(target, str) for target in targets):
             targets = list(dict.fromkeys(targets))
@@ -167,6 +179,11 @@ class AdapterSection(Section):
             return ()
         if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
             return value
+        if of_tower := names_in_tower(value):
+            raise ValueError(
+                f"names {', '.join(of_tower)}, a part of the vision tower; set model.vision.freeze_projector=false to "
+                "train its projector in full, and model.vision.freeze_tower=false to train the rest of it"
+            )
         # PEFT writes the full path of a module that it adds itself
         names = [path.rpartition(".")[2] for path in value]
         return tuple(dict.fromkeys(SAVED_SYNONYMS.get(name, name) for name in names))

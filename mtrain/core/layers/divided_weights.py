@@ -74,6 +74,8 @@ def divide_weights(
     Raises:
         ConfigError: A parameter computes in another precision than `computes_in`.
     """
+    if only_frozen:
+        _give_memory(chunk, groups.device, only_trained=True)
     whole = {each for each in chunk.parameters() if only_frozen and each.requires_grad}
     stand_ins = {name: stand_in_of(each) for name, each in chunk.named_parameters() if each not in whole}
     widest = torch.promote_types(computes_in, torch.float32)
@@ -119,10 +121,10 @@ def free_gathered(chunks: Iterable[nn.Module]) -> None:
             state._root_post_backward_final_callback()  # torch calls it at the end of a backward pass
 
 
-def _give_memory(unit: nn.Module, device: torch.device) -> None:
+def _give_memory(unit: nn.Module, device: torch.device, only_trained: bool = False) -> None:
     for module in unit.modules():
         matrix = module._parameters.get("weight")
-        if matrix is not None and matrix.is_meta:
+        if matrix is not None and matrix.is_meta and (matrix.requires_grad or not only_trained):
             values = nn.Parameter(torch.empty_like(matrix, device=device), matrix.requires_grad)
             vars(values).update(vars(matrix))
             module._parameters["weight"] = values

@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtrain.arch.features.vision import PROJECTOR
+from mtrain.arch.features.vision import PROJECTOR, is_trained
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.vision import VisionSection
 from mtrain.core.batch.images import MicrobatchImages
@@ -43,7 +43,7 @@ class VisionTower(MegatronModule, Remembering):
 
     def __init__(self, section: VisionSection, hidden_size: int, config: TransformerConfig, groups: Groups) -> None:
         super().__init__(config=config)
-        self._per_feature = section.patches_per_feature
+        self._section, self._per_feature = section, section.patches_per_feature
         self._hidden_size, self._width = hidden_size, hidden_size * (1 + len(section.deepstack))
         self._device, self._tp = groups.device, groups.tp
         # without sequence parallelism, ranks of TP see the same tokens and do the same work
@@ -53,12 +53,16 @@ class VisionTower(MegatronModule, Remembering):
         self.tower = built_tower(section, hidden_size, config.layernorm_epsilon)
         self.to(config.params_dtype)
         for name, parameter in self.tower.named_parameters():
-            is_projector = name.startswith(PROJECTOR)
-            parameter.requires_grad_(not (section.freeze_projector if is_projector else section.freeze_tower))
             # marked by the key of its learning rate
-            setattr(parameter, "projector_lr" if is_projector else "tower_lr", True)
+            setattr(parameter, "projector_lr" if name.startswith(PROJECTOR) else "tower_lr", True)
             # each rank of TP then encodes other images, so finalize_model_grads must sum the gradients
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.freeze_parts()
+
+    def freeze_parts(self) -> None:
+        """Freezes the parameters that are not trained, and no others."""
+        for name, parameter in self.tower.named_parameters():
+            parameter.requires_grad_(is_trained(self._section, name))
 
     def forward(
         self, embedded: Tensor, images: MicrobatchImages | None, places: Tensor | None, ahead: Tensor | None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtrain.base.errors import DataError
 from mtrain.config.messages import readable
-from mtrain.config.schema.adapter import PARTS, AdapterSection, AnyAdapter, LoraSection, Target
+from mtrain.config.schema.adapter import PARTS, AdapterSection, AnyAdapter, LoraSection, Target, names_in_tower
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.io.safetensors import SafetensorsFile, shown_names
 from mtrain.hf.schema.family import Family
@@ -52,6 +52,11 @@ class PeftFolder:
     def _check(self, path: Path, expected: set[str]) -> None:
         # without copies of frozen tables, which the run loads with its model
         stored = {name for name in self._file.entries if not name.endswith(_FROZEN)}
+        if adapted := [name for name in names_in_tower(sorted(stored - expected)) if ".lora_" in name]:
+            raise DataError(
+                f"{path} adapts modules of the vision tower, such as {adapted[0]}, but adapters here are on the "
+                "language model; merge it into the model with PEFT's merge_and_unload, and start from that model"
+            )
         faults = [f"it lacks {shown_names(sorted(expected - stored))}"] if expected - stored else []
         faults += [f"it has unexpected {shown_names(sorted(stored - expected))}"] if stored - expected else []
         faults += [
@@ -88,7 +93,7 @@ def adapter_of(path: Path, family: Family, model: ModelSection) -> AdapterSectio
         "alpha": config.get("lora_alpha"),
         "scaling": "rslora" if config.get("use_rslora") else "standard",
         "targets": [part for part in PARTS if _is_adapted(part, stored, family, model)],
-        "modules_to_save": _saved_whole(config, model),
+        "modules_to_save": _saved_whole(config, family, model),
     }
     settings |= _patterns(
         path, config, [tensor for part in settings["targets"] for tensor in _tensors_of(part, family, model)]
@@ -117,8 +122,8 @@ def _patterns(path: Path, config: dict[str, Any], named: Sequence[PeftTensor]) -
     }
 
 
-def _saved_whole(config: dict[str, Any], model: ModelSection) -> list[str]:
-    named = saved_modules(config)
+def _saved_whole(config: dict[str, Any], family: Family, model: ModelSection) -> list[str]:
+    named = saved_modules(config, family, model)
     if model.output.is_new:
         named -= {"head"}  # a new head is always trained whole
     # PEFT may save a table that stays tied under either name

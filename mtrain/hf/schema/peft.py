@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mtrain.arch.adapters import HEAD, in_layer, is_norm, learned_matrices, model_parts, tables
 from mtrain.arch.features.feature import AdaptedMatrix
+from mtrain.arch.features.vision import KEY, PROJECTOR, is_trained, tower_shapes
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.config.adapters import all_linear_in
@@ -30,7 +31,7 @@ _ROOT = "base_model.model."
 _KINDS = ("lora_a", "lora_b", "magnitude")
 _OF_LINEAR = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _WHOLE = "whole"
-"""Kind of a fully trained head or table (`modules_to_save`)."""
+"""Kind of a fully trained tensor (`modules_to_save`)."""
 _OF_EMBEDDING = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
 _EXPERTS = {"mlp.experts.linear_fc1": "base_layer.", "mlp.experts.linear_fc2": ""}
 """Projection -> prefix of its pair's name, since PEFT wraps gate_up_proj first, and down_proj around it."""
@@ -163,6 +164,55 @@ def _learned_whole(family: Family, model: ModelSection, adapter: AdapterSection)
             name, _, kind = rule.parts[0].name.format(L=layer).rpartition(".")
             module = name if family.renamed is None else name.replace(*family.renamed, 1)
             yield PeftTensor(f"{_ROOT}{module}.{kind}", key, sizes, _WHOLE, matrix)
+    for path, tensor in _in_tower(family, model).items():
+        if tensor.is_trained:
+            matrix = AdaptedMatrix(path, _WHOLE, tensor.shape[0], 1)
+            yield PeftTensor(f"{_ROOT}{path}", KEY + tensor.name, tensor.shape, _WHOLE, matrix)
+
+
+class _TowerTensor(NamedTuple):
+    name: str
+    """Name in our tower, without KEY."""
+    shape: Sizes
+    is_trained: bool
+
+
+def _in_tower(family: Family, model: ModelSection) -> dict[str, _TowerTensor]:
+    """Returns path in transformers' model -> tensor of the vision tower; empty without a tower.
+
+    Raises:
+        DataError: A part of the tower is trained, but the family has no tower.
+    """
+    vision = model.vision
+    if vision is None or (vision.is_frozen and family.tower is None):
+        return {}
+    described = family.for_vision(True).tower
+    assert described is not None, "for_vision refuses others"
+    assert described.trained is not None, "for_vision refuses others"
+    shapes = tower_shapes(vision, model.hidden_size)
+    tensors = (_TowerTensor(name, shape, is_trained(vision, name)) for name, shape in shapes.items())
+    return {described.trained.path(tensor.name): tensor for tensor in tensors}
+
+
+def _tower_modules(family: Family, model: ModelSection) -> Iterator[str]:
+    """Yields, for each trained tensor of the vision tower, the outermost module that PEFT can save whole: it contains
+    no frozen tensor, and is not a list of modules."""
+    paths = {path: tensor.is_trained for path, tensor in _in_tower(family, model).items()}
+    frozen = [path for path in paths if not paths[path]]
+    for path in (path for path in paths if paths[path]):
+        # `model` contains the language model as well
+        yield next(
+            module
+            for module in _modules_around(path)[1:]
+            if not path.removeprefix(f"{module}.").partition(".")[0].isdigit()
+            and not any(other.startswith(f"{module}.") for other in frozen)
+        )
+
+
+def _modules_around(path: str) -> list[str]:
+    """Returns the paths of the modules that contain a parameter, the outermost first."""
+    names = path.split(".")
+    return [".".join(names[:count]) for count in range(1, len(names))]
 
 
 def _rules(family: Family, model: ModelSection, key: str, layer: int) -> list[Rule]:
@@ -217,7 +267,8 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
     # experts are parameters in PEFT, listed in target_parameters
     named = list(tensors(family, model, adapter))
     names = [tensor.name for tensor in named if not tensor.matrix.num_experts and tensor.kind != _WHOLE]
-    saved = [_saved_as(tensor) for tensor in named if tensor.kind == _WHOLE]
+    saved = [_saved_as(tensor) for tensor in named if tensor.kind == _WHOLE and not tensor.key.startswith(KEY)]
+    saved += _tower_modules(family, model)
     modules = dict.fromkeys(_module_of(name) for name in names)
     redirected = [name for name in modules if _is_redirected(family, name)]
     if redirected and adapter.has_magnitudes:
@@ -360,7 +411,7 @@ def differences(config: Mapping[str, Any], family: Family, model: ModelSection, 
         # older versions of PEFT had neither use_rslora nor use_dora
         if config.get(key, False) != expected:
             lines.append(f"{key}={config.get(key, False)}, but {ours}")
-    lines += _differing_modules(config, model, adapter)
+    lines += _differing_modules(config, family, model, adapter)
     for key, value in config.items():
         # an unknown setting may change the meaning of the tensors, unless it is off
         is_plain = value in (None, False, {}, [], "") or value in _NEUTRAL.get(key, ())
@@ -369,9 +420,12 @@ def differences(config: Mapping[str, Any], family: Family, model: ModelSection, 
     return lines
 
 
-def _differing_modules(config: Mapping[str, Any], model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
+def _differing_modules(
+    config: Mapping[str, Any], family: Family, model: ModelSection, adapter: AdapterSection
+) -> Iterator[str]:
     """Describes differences in modules that are saved whole, and in the tying of tables."""
-    theirs = saved_modules(config)
+    yield from _differing_tower(config, family, model)
+    theirs = saved_modules(config, family, model)
     ours = set(adapter.modules_to_save) - {"head"}
     if _is_tied(model, adapter):  # both names mean the same table
         ours, theirs = ours - {"output"}, {"embedding" if name == "output" else name for name in theirs}
@@ -387,10 +441,55 @@ def _differing_modules(config: Mapping[str, Any], model: ModelSection, adapter: 
         )
 
 
-def saved_modules(config: Mapping[str, Any]) -> set[str]:
-    """Returns the modules that a file saves whole, tables under our names and others under their last part."""
+def _differing_tower(config: Mapping[str, Any], family: Family, model: ModelSection) -> Iterator[str]:
+    """Describes a difference in the parts of the vision tower that are saved whole."""
+    tower, theirs = _in_tower(family, model), _saved_in_tower(config, family, model)
+    if model.vision is None or theirs == [path for path, tensor in tower.items() if tensor.is_trained]:
+        return
+    needed = freezes(config, family, model)
+    trained = model.vision.model_copy(update=needed)
+    missing = [path for path, tensor in tower.items() if is_trained(trained, tensor.name) and path not in theirs]
+    saved = f"modules_to_save={config.get('modules_to_save')}"
+    if missing:
+        yield (
+            f"{saved} is a part of the vision tower or of its projector, which mtrain trains as a whole; it lacks "
+            f"{missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        )
+    else:
+        others = {key: value for key, value in needed.items() if getattr(model.vision, key) != value}
+        yield f"{saved} needs {', '.join(f'model.vision.{key}={str(value).lower()}' for key, value in others.items())}"
+
+
+def freezes(config: Mapping[str, Any], family: Family, model: ModelSection) -> dict[str, bool]:
+    """Returns the keys of `model.vision` that freeze what a file does not save whole."""
+    tower = _in_tower(family, model)
+    is_projector = [tower[path].name.startswith(PROJECTOR) for path in _saved_in_tower(config, family, model)]
+    return {"freeze_tower": all(is_projector), "freeze_projector": not any(is_projector)}
+
+
+def _saved_in_tower(config: Mapping[str, Any], family: Family, model: ModelSection) -> list[str]:
+    """Returns the paths of the vision tower's tensors that a file saves whole; empty for a model without a tower."""
+    return [path for path in _in_tower(family, model) if any(_is_inside(path, name) for name in _listed(config))]
+
+
+def _is_inside(path: str, name: str) -> bool:
+    """Says whether a parameter of the vision tower is in a module whose path ends with a name, as PEFT finds modules;
+    names of modules of the language model do not count."""
+    is_text = name.rpartition(".")[2] in SAVED_SYNONYMS
+    return not is_text and any(around.endswith(name) for around in _modules_around(path))
+
+
+def saved_modules(config: Mapping[str, Any], family: Family, model: ModelSection) -> set[str]:
+    """Returns the modules outside the vision tower that a file saves whole, tables under our names and others under
+    their last part."""
+    paths = _in_tower(family, model)
+    names = [name for name in _listed(config) if not any(_is_inside(path, name) for path in paths)]
+    last = [name.rpartition(".")[2] for name in names]
+    return {"norms" if "norm" in name else SAVED_SYNONYMS.get(name, name) for name in last}
+
+
+def _listed(config: Mapping[str, Any]) -> Sequence[str]:
     modules = config.get("modules_to_save") or ()
     if not isinstance(modules, list | tuple) or not all(isinstance(name, str) for name in modules):
         raise DataError(f"modules_to_save in {CONFIG_NAME} is {modules!r}, but must be a list of names; correct it")
-    last = [name.rpartition(".")[2] for name in modules]
-    return {"norms" if "norm" in name else SAVED_SYNONYMS.get(name, name) for name in last}
+    return modules

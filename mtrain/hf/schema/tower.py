@@ -45,7 +45,12 @@ class TrainedTower:
     deepstack: tuple[int, ...] | None = None
     """Layers whose outputs are added in the language model; None if the family adds none."""
     prefixes: tuple[tuple[str, tuple[str, ...]], ...] = (("", ("model.visual.",)),)
-    """Prefixes of the names of its tensors in our tower, each with those that files have, the usual one first."""
+    """Prefixes of the names of its tensors in our tower, each with those that files have, the usual one first and that
+    of transformers 5 in memory last."""
+
+    def path(self, name: str) -> str:
+        """Returns the path in transformers' model of a tensor of our tower."""
+        return next(theirs[-1] + name.removeprefix(ours) for ours, theirs in self.prefixes if name.startswith(ours))
 
     def stored_prefixes(self, names: Collection[str]) -> tuple[tuple[str, str], ...]:
         """Returns the prefixes of names in our tower, each with that of a folder's tensor names; the usual ones if the

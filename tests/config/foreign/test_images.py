@@ -17,6 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.foreign.images import Parts
 from mtrain.config.foreign.megatron_bridge import from_megatron_bridge
 from mtrain.config.foreign.ms_swift import from_ms_swift
 from mtrain.config.foreign.translation import Translation
@@ -198,12 +199,62 @@ def test_adapters_are_on_the_language_model(
     for given in ({}, {tower: False}, {language_model: True}) if program != "axolotl" else ({},):
         named = {str(name): value for name, value in given.items() if name is not None}
         found = of(program, folders["qwen3-vl-images"], {**adapted, **named}, tmp_path)
-        vision = configuration(found).model.vision
-        assert vision is not None
-        assert (vision.is_frozen, vision.freeze_language_model) == (True, False)
+        assert trained(found) == {"freeze_language_model"}
         assert [name for name in named if not any(line.startswith(f"{name}=") for line in found.lost)] == []
+        assert tower not in named or any(
+            "model.vision.freeze_tower is true; set it to false" in line for line in found.lost
+        )
     if program in ("axolotl", "trl sft"):
         assert any("only the language model has them" in line for line in found.notes)
+
+
+def trained(found: Translation) -> set[str]:
+    """Returns the keys of the parts that a run trains, by adapters or in full."""
+    vision = configuration(found).model.vision
+    assert vision is not None
+    return {key for key in Parts._fields if not getattr(vision, key)}
+
+
+def test_a_tuner_of_ms_swift_trains_the_other_parts_in_full(folders: Mapping[str, str], tmp_path: Path) -> None:
+    """lora_llm reads rank and alpha alone (ms-swift 4, tuner_plugin/lora_llm.py)."""
+    given = {"tuner_type": "lora_llm", "lora_rank": 4, "lora_dropout": 0.1, "freeze_vit": True, "vit_lr": 1e-5}
+    found = of("swift sft", folders["qwen3-vl-images"], given, tmp_path)
+    assert trained(found) == set(Parts._fields)
+    run = configuration(found)
+    assert run.adapter is not None
+    assert (run.adapter.kind, run.adapter.rank, run.adapter.dropout) == ("lora", 4, 0.0)
+    assert run.optimizer.lr_of_parts == {"tower_lr": 1e-5}
+    assert {"lora_dropout", "freeze_vit"} <= set(found.without_effect)
+    assert found.lost == []
+
+
+_BOTH = {"freeze_tower", "freeze_projector"}
+
+
+@pytest.mark.parametrize(
+    ("modules", "parts"),
+    [
+        (["visual.merger"], {"freeze_projector"}),
+        (["model.visual", "embed_tokens"], _BOTH),
+        (["multi_modal_projector", "vision_tower"], _BOTH),
+        (["visual.deepstack_merger_list.0"], {"freeze_projector"}),
+        (["visual.blocks.0"], None),
+    ],
+)
+def test_modules_that_peft_saves_are_parts_of_the_tower(
+    modules: list[str], parts: set[str] | None, folders: Mapping[str, str], tmp_path: Path
+) -> None:
+    lora = {"adapter": "lora", "lora_r": 8, "lora_alpha": 8, "lora_target_linear": True}
+    given = {"axolotl": lora | {"lora_modules_to_save": modules}}
+    given["trl sft"] = {"use_peft": True, "lora_target_modules": ["all-linear"], "lora_modules_to_save": modules}
+    given["swift sft"] = {"tuner_type": "lora", "modules_to_save": modules}
+    given["LLaMA-Factory"] = {"finetuning_type": "lora", "additional_target": ",".join(modules)}
+    for program, settings in given.items():
+        found = of(program, folders["qwen3-vl-images"], settings, tmp_path)
+        assert trained(found) == {"freeze_language_model"} | (parts or set()), program
+        assert any("visual.blocks.0" in line for line in found.lost) == (parts is None), program
+        text = of(program, folders["qwen3"], settings, tmp_path)
+        assert any("has no vision tower here" in line for line in text.lost) == (parts is not None), program
 
 
 @pytest.mark.parametrize(

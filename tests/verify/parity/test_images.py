@@ -81,6 +81,18 @@ def test_images_of_mistral_3_are_exact(pool: Pool) -> None:
     assert any(name.startswith("vision.multi_modal_projector.") for name in report.tensors)
 
 
+def test_a_tower_trains_beside_adapters(pool: Pool) -> None:
+    settings = config(
+        model__num_layers=2, model__vision=VISION | TRAINED, adapter={"rank": 3, "modules_to_save": ["norms"]}
+    )
+    report = check(pool, settings, "tp2spcp2mbs2", num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    updates = {each.name: each for each in report.layouts[0].deviations if each.kind == "update"}
+    tower = [name for name in report.tensors if name.startswith("vision.")]
+    assert tower
+    assert all(updates[name].tolerance > 0 for name in tower), "every part of it learns"
+
+
 SHARED, DATA, ALONE = "cp2mbs8", "dp2mbs4", "mbs4"
 DEEP = {"deepstack": (0, 1)}
 EXPECTED: dict[str, tuple[dict[str, Any], str, str, str]] = {

@@ -20,7 +20,7 @@ NUM_RECORDS = 10
 """More than the four samples of each step before the stop, fewer than those of all steps."""
 
 
-def configured(folder: Path, **vision: bool) -> Config:
+def configured(folder: Path, changes: dict[str, Any], **vision: bool) -> Config:
     for name in ("hf", "data"):
         (folder / name).mkdir()
     write_records(folder / "data", NUM_RECORDS)
@@ -36,15 +36,19 @@ def configured(folder: Path, **vision: bool) -> Config:
             "train": [{"path": str(folder / "data" / "a.jsonl")}],
             "cache_dir": str(folder / "cache"),
         },
+        **changes,
     }
     return Config.model_validate(with_architecture(content))
 
 
-def test_images_go_on_after_a_stop_in_an_epoch(kept: KeptPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changes", [{}, {"adapter": {"rank": 2}}], ids=["all", "tower beside adapters"])
+def test_images_go_on_after_a_stop_in_an_epoch(
+    changes: dict[str, Any], kept: KeptPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # ids of the data are above the small model's, as those of every real model are
     monkeypatch.setattr(shrink, "_MAX_VOCAB", 64)
     monkeypatch.setattr(shrink, "FOLDED_VOCAB_SIZE", 61)
-    user = configured(tmp_path, freeze_tower=False, freeze_projector=False)
+    user = configured(tmp_path, changes, freeze_tower=False, freeze_projector=False)
     plan = planned(user, Request("tp2sp", 3, 2, None, "", 2), 2)
     assert plan.base.config.data.prefetch_steps > 0, "threads read ahead of the step"
     assert plan.shrunk.reads_files

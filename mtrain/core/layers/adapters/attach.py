@@ -115,6 +115,8 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
     model.has_adapters, model.learns_whole = True, partial(plan.is_learned_whole, section, adapter)
     for module in learned_modules(model, section, adapter):
         module.requires_grad_(True)
+    if hasattr(model, "vision"):
+        model.vision.freeze_parts()
     for name, parameter in model.decoder.named_parameters():
         parameter.requires_grad_("norms" in adapter.modules_to_save and plan.is_norm(name))
     builder = _Builder(section, adapter, model.config, collection.tp)
