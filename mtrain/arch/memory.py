@@ -24,6 +24,7 @@ from mtrain.arch.parameters import (
     parameters_on_rank,
     table_elements_on_rank,
     tables_on_stage,
+    trained_matrices_on_rank,
 )
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
@@ -162,7 +163,7 @@ class _StageRank:
             case AdamWSection():
                 spared = RankParameters(0, 0)
             case MuonSection():  # a momentum instead of two moments
-                spared = matrices_on_rank(self.config.model, self.layout, self.pp_rank)
+                spared = trained_matrices_on_rank(self.config.model, self.layout, self.pp_rank)
             case _:
                 assert_never(self.config.optimizer)
         return RankParameters(

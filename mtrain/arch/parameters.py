@@ -4,13 +4,14 @@ Replicated parameters count once in a model's total, and once on each rank.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import assert_never
 
 from mtrain.arch.features import LAYER_PARTS, alike
 from mtrain.arch.features.feature import Parameters, RankParameters, norm_elements
 from mtrain.arch.features.feed_forward import router_parameters
 from mtrain.arch.features.mtp import joint_parameters
-from mtrain.arch.features.vision import num_tower_parameters, trained_tower_sizes
+from mtrain.arch.features.vision import num_tower_parameters, num_trained_in_matrices, trained_tower_sizes
 from mtrain.arch.layout import Layout
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
@@ -146,6 +147,13 @@ def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankP
         projection = Parameters(divided=2 * model.hidden_size**2)
         matrices = sum((projection + layer_matrices(model, layer) for layer in model.layers_ahead), start=matrices)
     return matrices.on_rank(layout)
+
+
+def trained_matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
+    """Counts the elements of trained matrices on a rank, those of a vision tower included, which Muon updates."""
+    trained = RankParameters(0, 0) if model.has_frozen_language_model else matrices_on_rank(model, layout, pp_rank)
+    tower = num_trained_in_matrices(model.vision, model.hidden_size) if pp_rank == 0 else 0
+    return replace(trained, dense=trained.dense + tower)
 
 
 def _of_layers(model: ModelSection, layers: Iterable[int]) -> Parameters:

@@ -60,11 +60,6 @@ def images(config: Sections) -> Iterator[str]:
         yield from _deepstack(len(vision.deepstack), config)
     if vision.freeze_language_model:
         yield from _frozen_language_model(vision, config)
-    if config.optimizer.kind == "muon" and not vision.is_frozen:
-        yield (
-            "optimizer.kind=muon updates matrices of the language model, but model.vision.freeze_tower=false or "
-            "freeze_projector=false trains the tower; set both to true, or use optimizer.kind=adamw"
-        )
 
 
 def _learning_rates(config: Sections) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from mtrain.arch.activations import FP32_BYTES, element_bytes
 from mtrain.arch.adapters import num_adapter_parameters
 from mtrain.arch.layout import Layout
-from mtrain.arch.parameters import matrices_on_rank, num_parameters, num_trained_parameters
+from mtrain.arch.parameters import num_parameters, num_trained_parameters, trained_matrices_on_rank
 from mtrain.base.errors import MachineError
 from mtrain.base.files import disk_faults
 from mtrain.config import Config
@@ -57,7 +57,7 @@ def checkpoint_bytes(config: Config) -> int:
         saved = trained = num_adapter_parameters(model, config.adapter)
     state_size = 3 * trained  # main weights, in fp32 the weights once more, and both moments
     if isinstance(config.optimizer, MuonSection):  # one momentum instead of two moments
-        state_size -= matrices_on_rank(model, Layout(), 0).total
+        state_size -= trained_matrices_on_rank(model, Layout(), 0).total
     return saved * element_bytes(config.train) + state_size * FP32_BYTES
 
 

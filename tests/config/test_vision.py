@@ -35,7 +35,6 @@ UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "model.backend=te": ({"model__backend": "te"}, {}),
-    "optimizer.kind=muon": ({"optimizer__kind": "muon"}, TRAINED),
     "sliding_window": ({"model__sliding_window": 8}, {}),
     "num_labels=1": ({"model__num_labels": 1, "loss__function": "reward"}, {}),
     "vision.image_token=1000": ({}, {"image_token": 1000}),
@@ -82,7 +81,7 @@ def test_a_tower_needs_nothing_else() -> None:
     assert config(model__vision=VISION).model.vision is not None
     for trained in ({}, TRAINED):
         assert config(model__vision=VISION | trained, adapter=LORA).adapter is not None
-    assert config(model__vision=VISION, optimizer__kind="muon").model.vision is not None
+        assert config(model__vision=VISION | trained, optimizer__kind="muon").model.vision is not None
     rates = {"adapter": LORA | {"modules_to_save": ["norms"]}, "optimizer__tower_lr": 1e-5}
     assert config(model__vision=VISION | TRAINED, **rates).optimizer.tower_lr == 1e-5
     assert config(model__vision=VISION | ALONE, adapter=LORA).model.has_frozen_language_model

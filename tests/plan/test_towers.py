@@ -49,6 +49,8 @@ CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
     "shared": (Layout(tp=2, sp=True), TOWER, {"layout__tp": 2, "layout__sp": True}),
     "beside adapters": (Layout(), TOWER, LORA | {"train__precision": "bf16"}),
     "projector beside adapters": (Layout(), TOWER | {"freeze_tower": True}, LORA | {"adapter__base_dtype": "bf16"}),
+    "muon": (Layout(), TOWER | {"freeze_projector": True}, {"optimizer__kind": "muon"}),
+    "muon, alone": (Layout(), TOWER | {"freeze_language_model": True}, {"optimizer__kind": "muon"}),
 }
 
 

@@ -146,6 +146,27 @@ def trained_tower_sizes(vision: VisionSection | None, hidden_size: int) -> list[
     return [prod(shape) for name, shape in tower_shapes(vision, hidden_size).items() if is_trained(vision, name)]
 
 
+def is_matrix(name: str, shape: Sizes) -> bool:
+    """Says whether Muon updates a tensor of a tower: neither vectors, nor the convolution of patches, nor the table of
+    positions, whose rows belong to one position each."""
+    return len(shape) == 2 and not name.endswith(("pos_embed.weight", "position_embedding.weight"))
+
+
+def matrix_rows(name: str, num_rows: int) -> list[int]:
+    """Returns the rows of each matrix in a tensor of a tower; qwen3_vl joins queries, keys and values."""
+    return [num_rows // 3] * 3 if name.endswith(".qkv.weight") else [num_rows]
+
+
+def num_trained_in_matrices(vision: VisionSection | None, hidden_size: int) -> int:
+    """Counts the elements of a tower's trained matrices; see `is_matrix`."""
+    shapes = {} if vision is None else tower_shapes(vision, hidden_size)
+    return sum(
+        prod(shape)
+        for name, shape in shapes.items()
+        if vision is not None and is_trained(vision, name) and is_matrix(name, shape)
+    )
+
+
 def num_frozen_parameters(vision: VisionSection | None, hidden_size: int) -> int:
     """Counts the parameters of a tower that are not trained."""
     return num_tower_parameters(vision, hidden_size) - sum(trained_tower_sizes(vision, hidden_size))

@@ -270,7 +270,8 @@ class AdamWSection(AdamWConstants):
 
 
 class MuonSection(AdamWConstants):
-    """Muon for matrices; AdamW for embeddings, output layer, routers, norms and biases; one learning rate for both."""
+    """Muon for matrices; AdamW for embeddings, output layer, routers, norms and biases, and for patch embeddings and
+    positions of a vision tower; one learning rate for both."""
 
     kind: Literal["muon"]
     momentum: float = Field(0.95, ge=0, lt=1)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.arch.features import segments
+from mtrain.arch.features import vision as tower
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import MuonSection
@@ -69,7 +70,7 @@ _Slices = dict[str, list[MatrixSlice]]
 
 class Muon:
     """Updates matrices by their orthogonalized momentum; AdamW updates embeddings, output layer, routers, norms and
-    biases.
+    biases, and patch embeddings and positions of a vision tower.
 
     In a round every rank of the stage (TP x CP x DP) owns at most one tensor. Two all-to-alls per round over the stage,
     in float32, send each element to the owner and back once. Besides its state, a rank needs memory for a few copies of
@@ -160,6 +161,8 @@ class Muon:
             block.copy_(orthogonalized(matrix, self._section.newton_schulz_steps).mul_(scale).view(block.shape))
 
     def _segments(self, name: str, num_rows: int) -> list[int]:
+        if name.startswith(tower.KEY):
+            return tower.matrix_rows(name, num_rows)
         return list(segments(self._model, name.split(".")[-2], num_rows))
 
     def _return(self, names: Sequence[str], whole: Tensor | None) -> list[Tensor]:
@@ -174,12 +177,20 @@ class Muon:
         return self._exchange(sent, [_num_elements(self._slices[self._rank].get(name, ())) for name in names])
 
     def _apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
-        # decoupled weight decay, before the update, as in AdamW
-        decay = 1 - lr * self._section.weight_decay
         for name, values in zip(names, updates):  # ranks that own no tensor have sent nothing
+            rate = lr * self._share(name)
+            # decoupled weight decay, before the update, as in AdamW
+            decay = 1 - rate * self._section.weight_decay
             pieces = self._pieces.get(name, [])
             for piece, update in zip(pieces, _split(values, [piece.where for piece in pieces]), strict=True):
-                piece.of(piece.main.data).mul_(decay).add_(update, alpha=-lr)
+                piece.of(piece.main.data).mul_(decay).add_(update, alpha=-rate)
+
+    def _share(self, name: str) -> float:
+        """Returns a tensor's learning rate, as a share of that of the language model."""
+        if not name.startswith(tower.KEY):
+            return 1.0
+        key = "projector_lr" if name.removeprefix(tower.KEY).startswith(tower.PROJECTOR) else "tower_lr"
+        return self._section.lr_of_parts.get(key, self._section.lr) / self._section.lr
 
     def _exchange(self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
         """Makes one all-to-all over the stage; returns the elements received from each rank.
@@ -249,8 +260,10 @@ def _pieces(state: OptimizerState, sharded: ShardedModel, groups: Groups) -> Ite
 
 def is_matrix(parameter: ShardedParameter) -> bool:
     """Says whether a parameter is a matrix, or matrices stacked along axes of layers and experts."""
-    is_weight = parameter.key.endswith(".weight") and not parameter.key.endswith(_ROW_TABLES)
-    return is_weight and len(next(shards(parameter, parameter.key, parameter.data)).local_shape) == 2
+    shape = next(shards(parameter, parameter.key, parameter.data)).local_shape
+    if parameter.key.startswith(tower.KEY):
+        return tower.is_matrix(parameter.key, shape)
+    return len(shape) == 2 and parameter.key.endswith(".weight") and not parameter.key.endswith(_ROW_TABLES)
 
 
 def _rounds(shapes: Mapping[str, Sizes], everyone: Sequence[_Slices]) -> Iterator[list[str]]:

@@ -9,7 +9,7 @@ moving mean, and mu the momentum:
     W <- W - lr (rms sqrt(max(R, C)) X + decay W)
 
 Matrices are the model's, not the file's: queries, keys and values, gate and up projections, and the parts of latent
-attention with and without positions, are separate.
+attention with and without positions, are separate. In a vision tower, patch embeddings are a convolution, not a matrix.
 
 Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon. Scale and decay: Liu et al. 2025, arXiv 2502.16982,
 equations 2 to 4. Matrices of latent attention: DeepSeek-V2, arXiv 2405.04434, equations 9 to 16.
@@ -80,7 +80,7 @@ class AdamW:
     def _step(
         self, name: str, value: NDArray[Any], gradient: NDArray[Any], lr: float
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        lr *= self._share(name)
+        lr *= share_of_rate(name, self._section)
         beta1, beta2, step = self._section.beta1, self._section.beta2, self._num_updates
         self._first[name] = beta1 * self._first.get(name, 0.0) + (1 - beta1) * gradient
         self._magnitude[name] = beta1 * self._magnitude.get(name, 0.0) + (1 - beta1) * np.abs(gradient)
@@ -91,12 +91,13 @@ class AdamW:
         new = value - lr * (self._first[name] / (1 - beta1**step) / divisor + decay * value)
         return new, np.abs(value) + lr * self._magnitude[name] / (1 - beta1**step) / divisor
 
-    def _share(self, name: str) -> float:
-        """Returns the learning rate of a tensor, as a share of that of the language model."""
-        own = None
-        if name.startswith(TOWER):
-            own = self._section.projector_lr if name.startswith(PROJECTOR) else self._section.tower_lr
-        return 1.0 if own is None else own / self._section.lr
+
+def share_of_rate(name: str, section: AdamWConstants) -> float:
+    """Returns the learning rate of a tensor, as a share of that of the language model."""
+    own = None
+    if name.startswith(TOWER):
+        own = section.projector_lr if name.startswith(PROJECTOR) else section.tower_lr
+    return 1.0 if own is None else own / section.lr
 
 
 def clipping_factor(clip_grad: float, grad_norm: float) -> float:
@@ -107,6 +108,7 @@ def clipping_factor(clip_grad: float, grad_norm: float) -> float:
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _UNIT_ROUNDOFF = 2.0**-24
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+_POSITIONS = ("pos_embed.weight", "position_embedding.weight")
 
 
 class ExactMuon:
@@ -131,11 +133,12 @@ class ExactMuon:
         return Updated(new, scales)
 
     def _step(self, name: str, value: NDArray[Any], gradient: Tensor, lr: float) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Returns new weights and the size of their float32 sums.
+        """Returns new weights and the size of their float32 sums; `lr` is that of the language model.
 
         Each iteration amplifies rounding by up to 3.4445 in directions of small singular values, so the size is
         measured: the distance of a float32 computation, over the unit roundoff, is added to the largest element.
         """
+        lr *= share_of_rate(name, self._section)
         exact = self._direction(self._means, name, gradient)
         single = self._direction(self._rounded, name, gradient.float())
         update, size = torch.empty_like(exact), torch.empty_like(exact)
@@ -166,13 +169,16 @@ class ExactMuon:
 
 
 def _is_matrix(name: str, value: NDArray[Any]) -> bool:
-    """Says whether Muon updates a tensor; AdamW updates tables and routers, which have a row per token or expert."""
-    return value.ndim == 2 and name not in _TABLES and not name.endswith(("router.weight", GATE))
+    """Says whether Muon updates a tensor; AdamW updates tables and routers, which have a row per token, position or
+    expert."""
+    return value.ndim == 2 and name not in _TABLES and not name.endswith(("router.weight", GATE, *_POSITIONS))
 
 
 def matrices(name: str, num_rows: int, model: ModelSection) -> list[Tensor]:
     """Returns the row numbers of each matrix in a tensor."""
     rows = torch.arange(num_rows)
+    if name.startswith(TOWER):
+        return list(rows.chunk(3)) if name.endswith(".qkv.weight") else [rows]
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module == "linear_fc1" and model.is_gated:
         return list(rows.chunk(2))

@@ -1,8 +1,9 @@
-"""A tower or projector that is trained in full beside adapters: as PEFT trains transformers' model."""
+"""A tower or projector that is trained in full beside adapters, as by PEFT, or by Muon; the model is transformers'."""
 
 from __future__ import annotations
 
 import copy
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -12,12 +13,14 @@ import torch
 
 from mtrain.arch.lr import learning_rate
 from mtrain.config import Config
+from mtrain.config.schema.train import MuonSection
+from mtrain.config.schema.vision import VisionSection
 from mtrain.hf.io.peft import from_peft, to_peft
 from mtrain.hf.schema.peft import PeftTensor, tensors
 from mtrain.hf.schema.registry import family_of
 from tests.parity.cases import Case, case
-from tests.parity.compare import TOLERANCE, relative, tensor_deviation
-from tests.parity.images import Kind, differentiated_batch, groups_of, initial, knobs, model_of
+from tests.parity.compare import TOLERANCE, relative, tensor_deviation, worst
+from tests.parity.images import Kind, differentiated_batch, groups_of, initial, knobs, model_of, ours_of
 from tests.parity.models.test_images import (
     KEY_BIAS,
     PACKED,
@@ -27,8 +30,9 @@ from tests.parity.models.test_images import (
     TRAINED,
     agreed,
     steps,
+    without_key_biases,
 )
-from tests.parity.ranks import train
+from tests.parity.ranks import Arrays, train
 from tests.pool import Pool
 
 TOWER = {"freeze_tower": False}
@@ -151,3 +155,86 @@ def test_a_tower_trains_in_full_beside_adapters_as_in_peft(
                 assert tensor_deviation(own, of_theirs[one.name].numpy()) <= TOLERANCE, one.name
     assert outcome.steps[0].gradients is not None
     assert outcome.steps[0].gradients.keys() == {one.key for one in ours}, "nothing else learns"
+
+
+MUON: Changes = {"optimizer__kind": "muon", "adapter": None}
+MUON_CASES: list[tuple[Case, Kind, dict[str, bool], Changes]] = [
+    (case(4, num_layers=3, tp=2, sp=True, dp=2), "deepstack", TRAINED, PACKED),
+    (case(4, num_layers=3, dp=2), "deepstack", PROJECTOR_ALONE, {"layout__shard": "weights"}),
+    (case(4, num_layers=2, cp=2), "gemma3", TRAINED, {}),
+    (case(4, num_layers=2, pp=2, dp=2), "mistral3", TRAINED, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("each", "kind", "vision", "changes"), MUON_CASES, ids=[f"{kind}-{each}" for each, kind, _, _ in MUON_CASES]
+)
+def test_muon_updates_the_matrices_of_a_tower(
+    pool: Pool, each: Case, kind: Kind, vision: dict[str, bool], changes: Changes
+) -> None:
+    config = config_of(each, kind, vision, **MUON | changes)
+    theirs = exact_muon(kind, tuple(vision.items()))
+    outcome = agreed(pool.run(train, each.resolved(config), config, initial(kind), steps(kind)))
+    for found, loss, norm in zip(outcome.steps, theirs.losses, theirs.norms, strict=True):
+        assert relative(found.loss, loss) <= TOLERANCE
+        assert relative(found.grad_norm, norm) <= TOLERANCE
+    assert worst(without_key_biases(outcome.parameters), without_key_biases(theirs.parameters), config) <= TOLERANCE
+
+
+class ExactMuon(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    parameters: Arrays
+
+
+@cache
+def exact_muon(kind: Kind, trained: tuple[tuple[str, bool], ...]) -> ExactMuon:
+    """Trains transformers' model in float64: Muon updates each matrix that hidden states are multiplied by.
+
+    Sources: as in mtrain/verify/reference/optimizer.py.
+    """
+    config = config_of(case(num_layers=2), kind, dict(trained), **MUON)
+    model, section, vision = copy.deepcopy(model_of(kind)), config.optimizer, config.model.vision
+    assert vision is not None
+    assert isinstance(section, MuonSection)
+    learned = {name: each for name, each in model.named_parameters() if is_learned(name, vision)}
+    matrices = {name: each for name, each in learned.items() if each.ndim == 2 and not name.endswith(TABLES)}
+    others = {name: each for name, each in learned.items() if name not in matrices}
+    adam = torch.optim.AdamW(groups_of(others, section), betas=(section.beta1, section.beta2), eps=section.epsilon)
+    shares = {name: groups_of({name: each}, section)[0]["share"] for name, each in matrices.items()}
+    means = {name: torch.zeros_like(each) for name, each in matrices.items()}
+    losses, norms = [], []
+    for step, batch in enumerate(steps(kind)):
+        model.zero_grad()
+        losses.append(differentiated_batch(model, batch))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(learned.values(), section.clip_grad)))
+        lr = learning_rate(step, section, config.train.num_steps)
+        for group in adam.param_groups:
+            group["lr"] = lr * group["share"]
+        adam.step()
+        for name, each in matrices.items():
+            means[name] = section.momentum * means[name] + (1 - section.momentum) * each.grad
+            direction = (1 - section.momentum) * each.grad + section.momentum * means[name]
+            parts = direction.chunk(3) if ".attn.qkv." in name else [direction]
+            change = torch.cat([math.sqrt(max(part.shape)) * orthogonal(part) for part in parts])
+            with torch.no_grad():
+                each -= lr * shares[name] * (section.update_rms * change + section.weight_decay * each)
+    return ExactMuon(losses, norms, ours_of(dict(model.named_parameters()), kind))
+
+
+TABLES = ("embed_tokens.weight", "lm_head.weight", "pos_embed.weight", "position_embedding.weight")
+
+
+def is_learned(name: str, vision: VisionSection) -> bool:
+    if not any(part in name for part in ("visual", "vision_tower", "multi_modal_projector")):
+        return not vision.freeze_language_model
+    is_projector = "merger" in name or "multi_modal_projector" in name
+    return not (vision.freeze_projector if is_projector else vision.freeze_tower)
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    x: torch.Tensor = matrix / torch.linalg.norm(matrix)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    return x

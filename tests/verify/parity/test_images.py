@@ -81,11 +81,17 @@ def test_images_of_mistral_3_are_exact(pool: Pool) -> None:
     assert any(name.startswith("vision.multi_modal_projector.") for name in report.tensors)
 
 
-def test_a_tower_trains_beside_adapters(pool: Pool) -> None:
-    settings = config(
-        model__num_layers=2, model__vision=VISION | TRAINED, adapter={"rank": 3, "modules_to_save": ["norms"]}
-    )
-    report = check(pool, settings, "tp2spcp2mbs2", num_steps=2)
+@pytest.mark.parametrize(
+    ("changes", "layouts"),
+    [
+        ({"model__vision": VISION | TRAINED, "adapter": {"rank": 3, "modules_to_save": ["norms"]}}, "tp2spcp2mbs2"),
+        ({"model__vision": GEMMA3 | TRAINED, "optimizer__kind": "muon", "optimizer__tower_lr": 1e-3}, "tp2spdp2mbs2"),
+        ({"model__vision": VISION | TRAINED, "optimizer__kind": "muon", "optimizer__projector_lr": 1e-3}, "pp2mbs2"),
+    ],
+    ids=["adapters", "muon, gemma 3", "muon, qwen"],
+)
+def test_a_tower_trains_beside_adapters_and_by_muon(pool: Pool, changes: dict[str, Any], layouts: str) -> None:
+    report = check(pool, config(model__num_layers=2, **changes), layouts, num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     updates = {each.name: each for each in report.layouts[0].deviations if each.kind == "update"}
     tower = [name for name in report.tensors if name.startswith("vision.")]
