@@ -13,12 +13,12 @@ from mtrain.core.layers.moe.layer import by_expert, rows_by_expert
 from mtrain.verify.reference.objective import Evaluated
 from tests.core.fp8.fp8_ranks import Step, steps
 from tests.core.model.dispatcher_ranks import read_by_the_host
-from tests.core.model.dropping import dropping
 from tests.parity.cases import Case, case, lean
 from tests.parity.compare import initial_parameters, relative, worst
 from tests.parity.expert_models import BIASED, DEEPSEEK, MIXTRAL, QWEN, with_experts
 from tests.parity.layouts.test_packing import PACKED
 from tests.parity.layouts.test_packing import steps as ragged_steps
+from tests.parity.replay import dropping
 from tests.pool import Pool
 from tests.reference import evaluate
 
@@ -80,7 +80,7 @@ MOE = {"train__recompute": "selective", "train__recompute_modules": ["moe"]}
 CAPACITIES: dict[str, tuple[Case, dict[str, Any]]] = {
     "one rank, packed": (case(4), with_experts(QWEN, capacity_factor=0.6) | PACKED),
     "dp, recomputed": (case(4, dp=2), with_experts(DEEPSEEK, capacity_factor=0.7) | {"train__recompute": "full"}),
-    "ep, sharded": (case(4, dp=2, ep=2), with_experts(BIASED, capacity_factor=0.9) | {"layout__shard": "weights"}),
+    "ep, sharded": (case(4, dp=2, ep=2), with_experts(BIASED, capacity_factor=0.5) | {"layout__shard": "weights"}),
     "ep over tp": (case(4, tp=2, sp=True, ep=2), with_experts(MIXTRAL, capacity_factor=0.5)),
     "ep and pp": (case(2, pp=2, vpp=2, dp=2, ep=2), with_experts(MIXTRAL, capacity_factor=0.8)),
     "ep and etp": (case(4, tp=2, sp=True, dp=2, ep=2, etp=2), with_experts(DEEPSEEK, capacity_factor=0.9) | MOE),
