@@ -13,6 +13,7 @@ from mtrain.core.batch.zigzag import zigzag_index
 from mtrain.core.layers.attention.core_attention import CoreAttention
 from mtrain.core.layers.transformer_config import CP_COMM_TYPES, transformer_config
 from mtrain.core.ranks.groups import Groups
+from tests.core.loss.vocab_parallel.counting import Kernels
 
 
 class Attended(NamedTuple):
@@ -51,3 +52,11 @@ def attend(groups: Groups, config: Config, layer: int, inputs: dict[str, Any], d
     output.backward(torch.from_numpy(inputs["grad"])[own].flatten(2))
     gradients = [tensor.grad.numpy() for tensor in (query, key, value) if tensor.grad is not None]
     return Attended(output.detach().view_as(query).numpy(), *gradients)
+
+
+def kernels(groups: Groups, config: Config, inputs: dict[str, Any]) -> list[str]:
+    """Returns the operations of `attend` over tensors of the size of keys or more, without documents."""
+    passes = Kernels(inputs["key"].size)
+    with passes:
+        attend(groups, config, 1, inputs, None)
+    return passes.names

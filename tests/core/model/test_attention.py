@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrain.core.batch.zigzag import zigzag_index
-from tests.core.model.attention_ranks import attend
+from tests.core.model.attention_ranks import attend, kernels
 from tests.parity.cases import Case, case
 from tests.pool import Pool
 
@@ -74,6 +74,15 @@ def test_attention_is_that_of_whole_rows(
         own = zigzag_index(SEQ, cp, rank).numpy() if cp > 1 else np.arange(SEQ)
         for part, whole in zip(found, exact, strict=True):
             np.testing.assert_allclose(part, whole[own], rtol=1e-10, atol=1e-12)
+
+
+def test_whole_rows_are_not_copied_in_backward(pool: Pool) -> None:
+    """The backward of a split into one part is a concatenation, and that of a slice of everything fills zeros."""
+    inputs = {name: np.zeros((SEQ, ROWS, HEADS, DIM)) for name in ("query", "key", "value", "grad")}
+    config = case().config(model__num_query_groups=HEADS)
+    (names,) = pool.run(kernels, case().resolved(config), config, inputs)
+    # the output is copied once, to [seq, batch, heads * head_dim]
+    assert [name for name in names if not name.startswith("_scaled_dot_product")] == ["clone"]
 
 
 @pytest.mark.parametrize(("cp", "groups"), [(2, 2), (4, 1), (4, 8)])

@@ -108,10 +108,9 @@ class RowAttention(DividedModule, Remembering):
         assert keys.documents is not None
         (documents,), (images,) = keys.documents, ((),) if keys.images is None else keys.images
         pieces = list(pieces_of(runs, documents, images))
-        # split, not sliced, since the backward of a slice fills a whole row with zeros and adds it to the gradient
-        queries = torch.split(query, [piece.num_queries for piece in pieces])
+        queries = _split(query, [piece.num_queries for piece in pieces])
         lengths = [end - start for start, end in documents]
-        of_document = [torch.split(part, lengths) for part in (key, value)]
+        of_document = [_split(part, lengths) for part in (key, value)]
         outputs = []
         for piece_query, piece in zip(queries, pieces, strict=True):
             # no key after the last that a query sees, so that no masked score is computed, and q = k if the run begins
@@ -166,7 +165,7 @@ class RowAttention(DividedModule, Remembering):
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         output = output.permute(2, 0, 1, 3)
-        return output[num_sinks:] if is_causal else output  # without the additional query
+        return output[num_sinks:] if is_causal and num_sinks else output  # without the additional query
 
 
 class CoreAttention(RowAttention):
@@ -230,6 +229,12 @@ def with_sink_keys(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) ->
     key, value = (functional.pad(part, (0, SINK_WIDTH, 0, 0, 0, 0, 1, 0)) for part in (key, value))
     key[0, :, :, dim] = 1.0  # in place on the copy from pad; its value stays 0, so it takes weight and adds nothing
     return query, key, value
+
+
+def _split(part: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+    # not slices, whose backward fills a whole row with zeros and adds it to the gradient; the backward of a split
+    # copies even a single part
+    return torch.split(part, lengths) if len(lengths) > 1 else (part,)
 
 
 def _first(part: Tensor, length: int) -> Tensor:
