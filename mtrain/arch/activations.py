@@ -13,7 +13,13 @@ from mtrain.arch.adapters import holds_narrow, in_layer, learns_output, trained_
 from mtrain.arch.features import LAYER_PARTS, alike, kinds, present
 from mtrain.arch.features.feature import EMBEDDING, AdaptedMatrix, hidden_local
 from mtrain.arch.features.mtp import num_passed_features
-from mtrain.arch.features.vision import kept_patch_elements, passing_patch_elements, patches_of_tokens
+from mtrain.arch.features.vision import (
+    kept_layer_elements,
+    kept_patch_elements,
+    passing_patch_elements,
+    patches_of_tokens,
+    recomputes_layers,
+)
 from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.arch.parameters import output_columns
 from mtrain.config import Config
@@ -178,13 +184,19 @@ class Activations:
 
     def _tower_bytes(self) -> tuple[int, int]:
         """Estimates what a forward pass of the vision tower saves until its backward pass, and what exists only during
-        either. The tower is never recomputed."""
-        model, size = self.config.model, element_bytes(self.config.train)
-        if model.vision is None:
+        either."""
+        model, train = self.config.model, self.config.train
+        vision, size = model.vision, element_bytes(train)
+        if vision is None:
             return 0, 0
         is_half = size < FP32_BYTES
-        kept = kept_patch_elements(model.vision, model.hidden_size, is_half)
-        return self.patches * kept * size, self.patches * passing_patch_elements(model.vision, is_half) * size
+        kept = kept_patch_elements(vision, model.hidden_size, is_half)
+        passing = passing_patch_elements(vision, is_half)
+        if recomputes_layers(vision, train):
+            # beyond their inputs, layers save what they do only while each runs again
+            again = kept_layer_elements(vision, is_half) - vision.hidden_size
+            kept, passing = kept - vision.num_layers * again, passing + again
+        return self.patches * kept * size, self.patches * passing * size
 
     @property
     def is_on_cpu(self) -> bool:

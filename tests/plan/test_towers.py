@@ -43,6 +43,11 @@ CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
     "all, bf16": (Layout(), TOWER, {"train__precision": "bf16"}),
     "all, recomputed": (Layout(), TOWER | {"deepstack": (0, 1)}, {"train__recompute": "full"}),
     "tower, recomputed": (Layout(), TOWER | {"freeze_projector": True}, {"train__recompute": "full"}),
+    "all, recomputed, bf16": (
+        Layout(),
+        TOWER | {"deepstack": (0, 1)},
+        {"train__recompute": "full", "train__precision": "bf16"},
+    ),
     "projector": (Layout(), TOWER | {"freeze_tower": True, "deepstack": (2,)}, {}),
     "none": (Layout(), TOWER | FROZEN, {"model__num_layers": 1}),
     "tower alone": (Layout(pp=2), TOWER | {"freeze_language_model": True}, {"layout__pp": 2}),
@@ -135,10 +140,13 @@ def saved_bytes(tower: torch.nn.Module, section: VisionSection) -> int:
     return sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in own)
 
 
-def with_images(vision: dict[str, Any] | None, num_depths: int = 0, **images: int) -> Config:
+def with_images(
+    vision: dict[str, Any] | None, max_pixels: int | None = None, seq_length: int = 1024, **changes: Any
+) -> Config:
     """Configures a run on records, which may have images in every token."""
-    data = {"kind": "sft", "seq_length": 1024, "train": [{"path": "a.jsonl"}], "tokenizer": "t", "images": images}
-    return config(model__hidden_size=512, data=data, model__vision=vision, model__mtp_depths=num_depths)
+    images = {} if max_pixels is None else {"max_pixels": max_pixels}
+    data = {"kind": "sft", "seq_length": seq_length, "train": [{"path": "a.jsonl"}], "tokenizer": "t", "images": images}
+    return config(model__hidden_size=512, data=data, model__vision=vision, **changes)
 
 
 LARGE = TOWER | {
@@ -166,6 +174,20 @@ def test_the_time_of_a_step_counts_the_products_of_the_tower(vision: dict[str, A
     assert least < added < 4 * least
 
 
+def test_a_tower_that_is_recomputed_takes_another_forward_pass() -> None:
+    once, again = (
+        {
+            vision["freeze_tower"]: seconds(with_images(vision, train__recompute=recompute), Layout())
+            - seconds(with_images(None, train__recompute=recompute), Layout())
+            for vision in (LARGE, LARGE | {"freeze_tower": True})
+        }
+        for recompute in ("none", "full")
+    )
+    assert again[True] == pytest.approx(once[True])  # a frozen tower
+    forward = seconds(with_images(LARGE | FROZEN), Layout()) - seconds(with_images(None), Layout())
+    assert again[False] - once[False] == pytest.approx(forward, rel=0.1)
+
+
 def test_ranks_that_see_the_same_rows_share_the_time_of_the_tower() -> None:
     def of_tower(layout: Layout) -> float:
         return seconds(with_images(LARGE | FROZEN), layout) - seconds(with_images(None), layout)
@@ -181,7 +203,7 @@ def test_stages_send_the_features_that_depths_read() -> None:
         sent = step_cost(Workload(given, Layout(pp=2), CLUSTER)).sent
         return sent.nvlink_bytes + sent.network_bytes
 
-    of_text, with_depths = (num_bytes(with_images(vision, num_depths=2)) for vision in (None, LARGE))
+    of_text, with_depths = (num_bytes(with_images(vision, model__mtp_depths=2)) for vision in (None, LARGE))
     assert with_depths == 3 * num_bytes(with_images(LARGE)) == 3 * of_text > 0
 
 
@@ -193,10 +215,10 @@ def test_smaller_images_attend_to_fewer_patches() -> None:
 
 
 def test_a_plan_divides_patches_where_memory_is_short_and_overlooks_nothing_faster() -> None:
-    given, memory = with_images(LARGE), int(1.2 * GIB)
+    given, memory = with_images(LARGE, seq_length=8192), int(1.6 * GIB)
     found = search(given, 2, CLUSTER, memory, 1)
     fastest, *_ = all_that_fit(given, 2, int(memory * USABLE_MEMORY))
     assert found.choices[0].cost.time.total == pytest.approx(fastest)
     assert found.choices[0].layout.num_sharing_images > 1
-    text = search(with_images(None), 2, CLUSTER, memory, 1)
+    text = search(with_images(None, seq_length=8192), 2, CLUSTER, memory, 1)
     assert text.choices[0].layout.num_sharing_images == 1

@@ -7,6 +7,7 @@ from mtrain.arch.features.feature import SMALL_HEAD_DIM, Feature, SmallRun
 from mtrain.base.tensor_slice import Sizes
 from mtrain.config.schema.data import AnyData, SftSection
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import TrainSection
 from mtrain.config.schema.vision import VisionSection
 
 PROJECTOR = ("merger.", "deepstack_merger_list.", "multi_modal_projector.")
@@ -249,6 +250,11 @@ def kept_layer_elements(vision: VisionSection, is_half: bool) -> int:
     # inputs of both norms and three projections, queries, keys and values before and after rotation, and the output of
     # attention; both sides of the activation
     return 11 * width + 2 * wide
+
+
+def recomputes_layers(vision: VisionSection, train: TrainSection) -> bool:
+    """Says whether the backward pass of a tower computes its layers again: a frozen tower has no backward pass."""
+    return train.recompute == "full" and not vision.freeze_tower
 
 
 def passing_patch_elements(vision: VisionSection, is_half: bool) -> int:

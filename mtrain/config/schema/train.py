@@ -85,13 +85,14 @@ class TrainSection(Section):
     """How products in fp8 are scaled. Our own layers have rowwise (null: this) and blockwise, TransformerEngine's
     tensorwise (null: this), blockwise and mxfp8. delayed is refused."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass recomputes: none, those of recompute_modules, or whole layers."""
+    """Activations that the backward pass recomputes: none, those of recompute_modules, or whole layers, those of a
+    trained vision tower included."""
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] | None = None
     """Modules to recompute: core_attn (scores and their product with the values), mlp (dense feed-forward parts), moe
     (router and experts), shared_experts; null: core_attn only. selective only."""
     recompute_layers: int | None = Field(None, gt=0)
     """Number of layers of each virtual pipeline stage, from its first, that keep only their input; the others keep all
-    activations. null: all layers. full only."""
+    activations. null: all layers. All layers of a vision tower are recomputed in any case. full only."""
     offload_layers: int | None = Field(None, gt=0)
     """Number of layers of each virtual pipeline stage, from its first (all if it has fewer), whose activations stay in
     pinned host memory between forward and backward pass. null: none."""

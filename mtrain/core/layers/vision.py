@@ -5,6 +5,7 @@ ranks, and an all-gather gives all features to all of them. In the backward pass
 over these ranks, so gradients of the tower are sums over all ranks, like those of other replicated parameters.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, assert_never
 
@@ -16,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from mtrain.arch.features.vision import PROJECTOR, is_trained
 from mtrain.base.errors import ConfigError
@@ -51,6 +53,8 @@ class VisionTower(MegatronModule, Remembering):
         self._in_generation = groups.tp if config.sequence_parallel else None
         self._sharing: dist.ProcessGroup | None = self._in_training
         self.tower = built_tower(section, hidden_size, config.layernorm_epsilon)
+        if config.recompute_granularity == "full" and not section.freeze_tower:
+            recompute_layers(self.tower)
         self.to(config.params_dtype)
         for name, parameter in self.tower.named_parameters():
             # marked by the key of its learning rate
@@ -179,6 +183,17 @@ def divided(patches: list[int], num_ranks: int) -> list[list[int]]:
         shares[rank].append(image)
         loads[rank] += patches[image]
     return [sorted(share) for share in shares]
+
+
+def recompute_layers(tower: nn.Module) -> None:
+    """Makes the layers of a tower keep only their input, and compute the rest again in the backward pass."""
+    from transformers.modeling_layers import GradientCheckpointingLayer  # imported by the tower already
+
+    for layer in tower.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            # by the method alone, which renames no parameter; towers have no dropout, so no random state either
+            again = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            setattr(layer, "forward", again)  # noqa: B010 mypy refuses an assignment to a method
 
 
 class _Connected(torch.autograd.Function):

@@ -22,7 +22,13 @@ from mtrain.arch.adapters import trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS, kinds
 from mtrain.arch.features.feature import LayerPart, RankParameters, hidden_local, once_a_model
 from mtrain.arch.features.mtp import num_passed_features
-from mtrain.arch.features.vision import kept_layer_elements, layer_matrices, patches_of_tokens, projections
+from mtrain.arch.features.vision import (
+    kept_layer_elements,
+    layer_matrices,
+    patches_of_tokens,
+    projections,
+    recomputes_layers,
+)
 from mtrain.arch.flops import merger_passes, mfu, num_attended_pairs, run_flops_per_token, sees_everything
 from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.arch.memory import own_shard, root_elements, trained_parameters
@@ -202,6 +208,8 @@ def _add_tower(time: StepTime, work: Workload) -> None:
     time.matrices += merger_passes(vision) * mergers
     time.attention += (1 + 2.5 * (not vision.freeze_tower)) * vision.num_layers * attention
     time.elementwise += passes * vision.num_layers * moved / gpu.memory_bandwidth
+    if recomputes_layers(vision, config.train):
+        time.recompute += vision.num_layers * (blocks + attention + moved / gpu.memory_bandwidth)
 
 
 @once_a_model

@@ -326,6 +326,39 @@ def test_moments_of_a_tower_on_the_host_change_no_bit(pool: Pool, vision: dict[s
     assert all(np.array_equal(host.parameters[name], value) for name, value in device.parameters.items())
 
 
+SAME_BITS: list[tuple[Case, Kind, dict[str, bool], dict[str, Any]]] = [
+    (case(4, num_layers=2, tp=2, sp=True), "dense", TRAINED, {}),
+    (case(4, num_layers=3, pp=2, first_stage_layers=2, dp=2), "deepstack", TOWER_ALONE, {"layout__shard": "weights"}),
+    (case(4, num_layers=2, cp=2), "gemma3", TRAINED, {}),
+    (case(4, num_layers=2, pp=2), "mistral3", TRAINED, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("each", "kind", "vision", "changes"),
+    SAME_BITS,
+    ids=[f"{kind}-{'-'.join(each.layout) or 'one process'}" for each, kind, _, _ in SAME_BITS],
+)
+def test_recomputed_layers_of_both_models_change_no_bit(
+    pool: Pool, each: Case, kind: Kind, vision: dict[str, bool], changes: dict[str, Any]
+) -> None:
+    again = config_of(each, kind, vision, **RECOMPUTED | changes)
+    once = again.model_copy(update={"train": config_of(each, kind, vision).train})
+    recomputed, kept = pool.run(train_both, each.resolved(again), [again, once], initial(kind), steps(kind))[0]
+    measured(recomputed, reference(kind, tuple(vision.items())), again).assert_below()
+    for found, expected in zip(recomputed.steps, kept.steps, strict=True):
+        assert found._replace(gradients=None) == expected._replace(gradients=None)
+        assert_same_bits(found.gradients, expected.gradients)
+    assert_same_bits(recomputed.parameters, kept.parameters)
+
+
+def assert_same_bits(found: Arrays | None, expected: Arrays | None) -> None:
+    assert found is not None
+    assert expected is not None
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not np.array_equal(found[name], value)] == []
+
+
 def test_adapters_on_a_frozen_tower_learn_from_images(pool: Pool) -> None:
     """B begins at 0, so A has no gradient, and that of B is scale x (the oracle's gradient of W) x A^T."""
     each, name = case(4, num_layers=2, tp=2, sp=True, cp=2), "decoder.layers.1.self_attention.linear_proj"
