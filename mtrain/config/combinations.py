@@ -49,17 +49,24 @@ def images(config: Sections) -> Iterator[str]:
     yield from _learning_rates(config)
     if vision is None:
         return
-    unable = {
-        f"train.fp8={train.fp8}": train.fp8 is not None,
-        "train.overlap_param_gather=true": train.overlap_param_gather,
-        "model.backend=te": config.model.backend == "te",
-    }
-    for name in (name for name, holds in unable.items() if holds):
-        yield f"{name} cannot be combined with model.vision; remove one of them"
+    if config.model.backend == "te":
+        yield "model.backend=te cannot be combined with model.vision; remove one of them"
+    if train.fp8 is not None and not config.has_own_fp8:
+        yield (
+            f"train.fp8={train.fp8} with model.vision is only in our own layers; set model.backend=torch, or remove "
+            "train.fp8"
+        )
     if vision.deepstack:
         yield from _deepstack(len(vision.deepstack), config)
     if vision.freeze_language_model:
         yield from _frozen_language_model(vision, config)
+    if train.overlap_param_gather and not vision.is_frozen:
+        # ranks without images do not run the tower, so they would gather its weights after others
+        yield (
+            "train.overlap_param_gather=true gathers weights in the order in which every rank uses them, but ranks "
+            "without images do not use the tower, which model.vision.freeze_tower=false or freeze_projector=false "
+            "trains; set train.overlap_param_gather to false, or freeze both"
+        )
 
 
 def _learning_rates(config: Sections) -> Iterator[str]:

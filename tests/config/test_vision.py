@@ -32,9 +32,10 @@ LORA = {"kind": "lora", "rank": 2, "targets": ["proj"]}
 UNABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "train.overlap_param_gather=true": (
         {"train__overlap_param_gather": True, "train__overlap_grad_reduce": True},
-        {},
+        {"freeze_projector": False},
     ),
     "model.backend=te": ({"model__backend": "te"}, {}),
+    "train.fp8=hybrid with model.vision": ({"train__fp8": "hybrid"}, {}),
     "sliding_window": ({"model__sliding_window": 8}, {}),
     "num_labels=1": ({"model__num_labels": 1, "loss__function": "reward"}, {}),
     "vision.image_token=1000": ({}, {"image_token": 1000}),

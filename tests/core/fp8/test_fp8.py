@@ -24,6 +24,8 @@ from tests.parity.batches import SEQ, two_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import initial_parameters, tensor_deviation
 from tests.parity.expert_models import MIXTRAL, with_experts
+from tests.parity.images import MIXED, Kind, initial, knobs
+from tests.parity.images import drawn as drawn_with_images
 from tests.parity.layouts.test_packing import PACKED
 from tests.parity.layouts.test_packing import steps as packed_steps
 from tests.pool import Pool
@@ -252,6 +254,22 @@ def assert_same(everyone: list[Step], expected: Step) -> None:
     assert found is not None
     assert exact is not None
     assert max(tensor_deviation(found[name][: len(exact[name])], exact[name]) for name in exact) < 1e-11
+
+
+def test_no_layout_changes_a_code_of_a_token_of_an_image(pool: Pool) -> None:
+    """Only a language model's layers multiply in fp8; the other rank encodes some of the images."""
+    kind: Kind = "deepstack"
+    batch = drawn_with_images(MIXED, 1, (32, 17, 9, 24, 30), kind)
+    everyone = {}
+    for one in (case(num_layers=3), case(2, num_layers=3, cp=2, dp=2)):
+        images = knobs(kind, freeze_tower=False, freeze_projector=False) | {"model__backend": "torch"}
+        asked = one.config(**images, train__fp8="hybrid", train__global_batch_size=len(batch))
+        ranks = pool.run(steps, one.resolved(asked), [(asked, initial(kind), batch)])
+        everyone[one] = [found for (found,) in ranks]
+    (expected,), found = everyone.values()
+    assert set().union(*(rank.codes for rank in found)) == expected.codes
+    assert_same(found, expected)
+    assert len(expected.codes) > 10_000
 
 
 def test_packed_rows_have_the_gradients_of_rows_of_their_own(pool: Pool) -> None:

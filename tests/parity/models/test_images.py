@@ -234,6 +234,12 @@ def test_a_rank_without_images_joins_reductions_that_overlap_backward(pool: Pool
     assert_exact(pool, each, train__overlap_grad_reduce=True)
 
 
+def test_weights_are_gathered_while_a_frozen_tower_computes(pool: Pool) -> None:
+    """The second step, with one image, computes with weights that are gathered during its forward pass."""
+    each = case(4, num_layers=2, tp=2, sp=True, dp=2)
+    assert_exact(pool, each, vision={}, train__overlap_param_gather=True, train__overlap_grad_reduce=True)
+
+
 @pytest.mark.parametrize("vision", [{}, PROJECTOR], ids=["language model", "and projector"])
 def test_frozen_parts_keep_every_bit(pool: Pool, vision: dict[str, bool]) -> None:
     outcome = assert_exact(pool, case(4, num_layers=2, tp=2, sp=True), vision=vision)
