@@ -163,10 +163,7 @@ class Translation:
         for line, key in ((line, key) for key in _SAME_WITHOUT for line in lines):
             if key in self.origins and key in keys_in(line):
                 self.lost.append(f"{self.origins[key]}: {line}")
-                origin = self.origins[key]
                 self.drop(key, is_named=False)
-                if key == "train.recompute" and "use selective" in line:
-                    self.put(key, "selective", origin)
                 return True
         images = [key for key in self.origins if key.startswith((f"{_VISION}.", "data.images."))]
         refused = next((line for line in lines if _VISION in line), None)
