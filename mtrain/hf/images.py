@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, assert_never
+from typing import Any, Literal, NamedTuple, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -186,18 +186,23 @@ class ImageProcessor:
             )
         return num_pixels
 
-    def patches(self, content: bytes) -> Patches:
-        """Computes the patches of an image from the content of its file; errors do not name the image."""
+    def inputs(self, contents: Sequence[bytes], tensors: Literal["np", "pt"] = "pt") -> dict[str, Any]:
+        """Returns what transformers' processor makes of image files: the arguments of its model, `pixel_values` among
+        them, as numpy arrays or as tensors; errors do not name the image."""
         processor = self._processor
-        url = f"data:image/any;base64,{base64.b64encode(content).decode()}"
+        urls = [f"data:image/any;base64,{base64.b64encode(content).decode()}" for content in contents]
         options: dict[str, Any] = {} if set(self._limits.values()) == {None} else {"size": self._sizes(processor)}
         if self._row_ends is not None:  # as PixtralProcessor does, so that rows and columns of features are whole
             options["patch_size"] = self._vision.patch_size * self._merge_size
         try:
             # as in a conversation for AutoProcessor: the processor opens, turns and converts images in its own way
-            outputs = processor(processor.fetch_images([url]), return_tensors="np", **options)
+            return dict(processor(processor.fetch_images(urls), return_tensors=tensors, **options))
         except Exception as fault:
             raise _unreadable(fault) from fault
+
+    def patches(self, content: bytes) -> Patches:
+        """Computes the patches of an image from the content of its file; errors do not name the image."""
+        outputs = self.inputs([content], "np")
         match self._vision.kind:
             case "qwen3_vl":
                 return self._patches_of_grid(outputs)

@@ -5,14 +5,17 @@ reference's rows, weights and learning rates; the other is the trainer's step un
 samples and initial weights, in float32.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.arch.lr import learning_rate
@@ -27,7 +30,9 @@ from mtrain.config.schema.vision import VisionSection
 from mtrain.core.engine.rank_model import build_rank_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
+from mtrain.data.encoding.compared import image_processor
 from mtrain.data.loader import StepLoader
+from mtrain.hf.images import ImageProcessor
 from mtrain.hf.io.source import FolderTensors, source_for
 from mtrain.hf.io.training import (
     StepInput,
@@ -41,11 +46,12 @@ from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.registry import family_of
 from mtrain.hf.tokenizer.tokenizer import added_by
 from mtrain.training.build import opened_loader
+from mtrain.verify.core.activations import LOG_PROBS, RecordedOutput, assemble_outputs, recorded_log_probs
 from mtrain.verify.core.compare import relative
 from mtrain.verify.core.layouts import Prepared, Trial, layout_of_config, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, attempted
 from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, diagnosed, summary
-from mtrain.verify.core.samples import of_user
+from mtrain.verify.core.samples import SamplePositions, of_user
 from mtrain.verify.core.shrink import in_float32, refuse_incomparable, replay_notes
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import Sizes, denominator_tolerance
@@ -54,9 +60,8 @@ from mtrain.verify.parity import Progress, Request, device_for, refuse_without_r
 from mtrain.verify.planted.faults import planted
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.reference.aggregation import divisor, token_weights
-from mtrain.verify.reference.model.images import places_of
 from mtrain.verify.reference.schedule import published_rate
-from mtrain.verify.reference.text import Picture, Rows, rows_of
+from mtrain.verify.reference.text import Rows, rows_of
 
 PRELOADED = ("mtrain.verify.hf", "mtrain.verify.planted.faults")
 TIMEOUT_S = 6 * 3600
@@ -81,18 +86,18 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
     pool = pool or Pool(device, PRELOADED, TIMEOUT_S, config.train.deterministic)
     tolerances = _tolerances(Sizes.of(exact))
     inputs = _inputs(exact, request.num_steps)
-    reference, note = _reference(exact, inputs, progress)
+    reference = _reference(exact, inputs, progress)
     allowed = {tolerance.kind: tolerance.value for tolerance in tolerances}
-    layouts = tuple(_Runs(inputs, reference.steps, allowed, request, pool).all(trials, exact, progress))
+    layouts = tuple(_Runs(inputs, reference, allowed, request, pool).all(trials, exact, progress))
     return HfReport(
         **request.origin(device),
         config=exact.model_dump(mode="json"),
-        changes=(*changes, *note),
+        changes=(*changes, *reference.notes),
         data=_data(exact, inputs),
         num_steps=request.num_steps,
         tolerances=tolerances,
         tensors=(),
-        reference=reference,
+        reference=reference.result,
         layouts=layouts,
         diagnosis=diagnosed(layouts, lambda result, step: None, HfReport.text),
     )
@@ -139,22 +144,30 @@ def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 def _tolerances(sizes: Sizes) -> tuple[Tolerance, ...]:
     meaning = {
+        "log_prob": (
+            "The log-probability of each learned token before the update: the largest difference from transformers, "
+            "relative to the largest log-probability of a token in the step."
+        ),
         "loss": "The mean of the next-token loss over the global batch, relative to that of transformers.",
         "grad_norm": "The global norm of all gradients before clipping, relative to that of transformers.",
     }
-    of_values = (Tolerance(kind, TOLERANCE, "1e-4", {}, words) for kind, words in meaning.items())
+    of_values = (Tolerance(kind, TOLERANCE, "", {}, words) for kind, words in meaning.items())
     return (denominator_tolerance(sizes), *of_values)
 
 
 @dataclass(frozen=True)
 class _StepInputs:
     step: StepInput
+    is_text: Tensor
+    """Marks the positions in `step.rows`, whose order is theirs, [batch, seq]."""
     adds_exactly: bool
     """Whether float64 adds the denominator without rounding."""
 
 
 def _inputs(config: Config, num_steps: int) -> list[_StepInputs]:
-    texts = texts_of(config, of_user(num_steps, config.model))
+    texts, processor = texts_of(config, of_user(num_steps, config.model)), None
+    if isinstance(config.data, SftSection):
+        processor = image_processor(config.data, config.model)
     if texts.order_faults:
         raise DataError(f"the order of samples is wrong: {texts.order_faults[0]}; report this")
     inputs = []
@@ -163,8 +176,8 @@ def _inputs(config: Config, num_steps: int) -> list[_StepInputs]:
         weights = token_weights(rows.weights, rows.sample_weights, config.loss)
         shares = divisor(rows.weights, rows.sample_weights, config.loss)
         lr = published_rate(number, config.optimizer, config.train.num_steps)
-        documents = list(_documents(rows, weights, config.model.vision))
-        inputs.append(_StepInputs(StepInput(documents, shares.value, lr), shares.is_exact))
+        documents = list(_documents(rows, weights, config.model.vision, processor))
+        inputs.append(_StepInputs(StepInput(documents, shares.value, lr), rows.is_text, shares.is_exact))
     return inputs
 
 
@@ -177,33 +190,33 @@ def _data(config: Config, inputs: Sequence[_StepInputs]) -> str:
     return f"{data}, {with_images or 'none'} of {sum(len(each.step.rows) for each in inputs)} samples with images"
 
 
-def _documents(rows: Rows, weights: Tensor, vision: VisionSection | None) -> Iterator[TrainingRows]:
-    """Yields each document as its own row, without padding."""
+def _documents(
+    rows: Rows, weights: Tensor, vision: VisionSection | None, processor: ImageProcessor | None
+) -> Iterator[TrainingRows]:
+    """Yields each document as its own row, without padding, with the images that transformers' processor reads."""
     for row, documents in enumerate(rows.documents):
         pictures = rows.pictures[row] if rows.pictures else ()
         for number in range(int(documents.max()) + 1):
             is_document = documents == number
-            own = [picture for picture in pictures if is_document[picture.start]]
             tokens, labels, of_row = (field[row, is_document][None] for field in (rows.tokens, rows.labels, weights))
-            yield TrainingRows(tokens, labels, of_row, _images(own, is_document, vision))
+            files, images = [picture.content for picture in pictures if is_document[picture.start]], {}
+            if vision is not None:
+                images = image_inputs(vision, tokens, processor.inputs(files) if processor and files else {})
+            yield TrainingRows(tokens, labels, of_row, images)
 
 
-def _images(pictures: Sequence[Picture], is_document: Tensor, vision: VisionSection | None) -> dict[str, Tensor]:
-    if vision is None:
-        return {}
-    is_image = torch.zeros_like(is_document)
-    for picture in pictures:
-        is_image[torch.from_numpy(places_of(picture, vision))] = True
-    nothing = np.empty((0, vision.patch_elements), np.float32)
-    pixels = torch.from_numpy(np.concatenate([nothing, *(picture.pixels for picture in pictures)]))
-    grids = torch.tensor([[1, picture.rows, picture.columns] for picture in pictures])
-    return image_inputs(vision, is_image[is_document].unsqueeze(0), pixels, grids)
+class _Reference(NamedTuple):
+    """Steps in transformers."""
+
+    result: LayoutResult
+    log_probs: Sequence[Tensor]
+    """Log-probability of each label by step, [tokens] float64, in the order of its rows."""
+    notes: tuple[str, ...]
+    """How the model was changed for the comparison, if it was."""
 
 
-def _reference(
-    config: Config, inputs: Sequence[_StepInputs], progress: Progress
-) -> tuple[LayoutResult, tuple[str, ...]]:
-    """Runs the steps in transformers; returns the result, and a note if the model was changed for it."""
+def _reference(config: Config, inputs: Sequence[_StepInputs], progress: Progress) -> _Reference:
+    """Runs the steps in transformers."""
     assert config.model.hf is not None, "the command line names it"
     assert isinstance(config.optimizer, AdamWSection), "`comparable` sets AdamW"
     began = time.monotonic()
@@ -217,7 +230,9 @@ def _reference(
         parts = parts_of(model, tower.trained)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not getattr(config.model.vision, f"freeze_{parts[name]}"))
+    log_probs = []
     for number, outcome in enumerate(transformers_steps(model, config.optimizer, steps, parts)):
+        log_probs.append(outcome.log_probs)
         denominator = steps[number].denominator
         mean = outcome.numerator / denominator if denominator else 0.0
         terms = {MAIN_TERM: outcome.numerator}, {MAIN_TERM: denominator}
@@ -226,13 +241,13 @@ def _reference(
     seconds = time.monotonic() - began
     result = LayoutResult("transformers", {}, 1, seconds, steps=tuple(values), expected=tuple(values))
     if padding_row is None:
-        return result, ()
+        return _Reference(result, log_probs, ())
     note = (
         f"transformers: padding_idx={padding_row} -> None (pad_token_id makes transformers drop the gradient of this "
         "token's embedding, even where the token is text)"
     )
     progress(note)
-    return result, (note,)
+    return _Reference(result, log_probs, (note,))
 
 
 def _dtypes(model: ModelSection) -> list[torch.dtype]:
@@ -247,7 +262,7 @@ class _Runs:
     """Runs the layouts, each from the weights of the Hugging Face checkpoint."""
 
     inputs: Sequence[_StepInputs]
-    expected: Sequence[StepValues]
+    reference: _Reference
     tolerances: Mapping[str, float]
     request: Request
     pool: Pool
@@ -264,36 +279,69 @@ class _Runs:
     def _layout(self, trial: Prepared, progress: Progress) -> LayoutResult:
         def find() -> dict[str, Any]:
             request = self.request
-            values = self.pool.run(run_from_hf, trial.layout, trial.config, request.num_steps, request.fault)[0]
-            return {"steps": tuple(values), "deviations": tuple(self._deviations(values))}
+            ranks = self.pool.run(run_from_hf, trial.layout, trial.config, request.num_steps, request.fault)
+            values, by_step = ranks[0].values, zip(*(rank.pieces for rank in ranks), strict=True)
+            log_probs = [assemble_outputs(chain(*pieces), trial.config)[LOG_PROBS][..., 0] for pieces in by_step]
+            return {"steps": tuple(values), "deviations": tuple(self._deviations(values, log_probs))}
 
         result = attempted(trial.name, trial.axes, trial.layout.world_size, find)
-        result = replace(result, expected=tuple(self.expected))
+        result = replace(result, expected=self.reference.result.steps)
         progress(summary(result))
         return result
 
-    def _deviations(self, steps: Sequence[StepValues]) -> Iterator[Deviation]:
-        for inputs, values, expected in zip(self.inputs, steps, self.expected):
+    def _deviations(self, steps: Sequence[StepValues], log_probs: Sequence[NDArray[np.float64]]) -> Iterator[Deviation]:
+        expected_steps = zip(self.reference.result.steps, self.reference.log_probs, strict=True)
+        for inputs, values, of_tokens, (expected, exact) in zip(self.inputs, steps, log_probs, expected_steps):
             denominators = values.denominators[MAIN_TERM], expected.denominators[MAIN_TERM]
             allowed = 0.0 if inputs.adds_exactly else self.tolerances["denominator"]
             yield Deviation("denominator", MAIN_TERM, values.step, relative(*denominators), allowed)
+            name, value = _worst_token(inputs, torch.from_numpy(of_tokens.T), exact)
+            yield Deviation("log_prob", name, values.step, value, self.tolerances["log_prob"])
             means = values.means[MAIN_TERM], expected.means[MAIN_TERM]
             yield Deviation("loss", MAIN_TERM, values.step, relative(*means), self.tolerances["loss"])
             norms = values.grad_norm, expected.grad_norm
             yield Deviation("grad_norm", "grad_norm", values.step, relative(*norms), self.tolerances["grad_norm"])
 
 
-def run_from_hf(groups: Groups, config: Config, num_steps: int, fault: str | None) -> list[StepValues]:
+def _worst_token(inputs: _StepInputs, log_probs: Tensor, exact: Tensor) -> tuple[str, float]:
+    """Returns the learned token of a step whose log-probability is farthest from that of transformers, in words, and
+    the difference relative to the largest.
+
+    Args:
+        inputs: Inputs of the step.
+        log_probs: Log-probability of the label at each position, [batch, seq].
+        exact: Those of transformers, [tokens], in the order of the rows of `inputs`.
+    """
+    is_learned = torch.cat([rows.weights.flatten() for rows in inputs.step.rows]) > 0
+    off = torch.where(is_learned, (log_probs[inputs.is_text] - exact).abs(), 0.0)
+    largest = torch.where(is_learned, exact.abs(), 0.0).max()
+    sample, position = inputs.is_text.nonzero()[off.nan_to_num(math.inf).argmax()].tolist()
+    # the label of a position is the next token
+    return f"token {position + 2} of sample {sample + 1}", relative(float(largest + off.max()), float(largest))
+
+
+class HfSteps(NamedTuple):
+    """Steps of a rank."""
+
+    values: list[StepValues]
+    pieces: list[list[RecordedOutput]]
+    """Log-probabilities of labels by step, before its update; of one rank for each part of the rows."""
+
+
+def run_from_hf(groups: Groups, config: Config, num_steps: int, fault: str | None) -> HfSteps:
     """Trains the first steps of the run from the weights of `model.hf`, and returns their values. Collective."""
     assert config.model.hf is not None, "the command line names it"
     loader = opened_loader(groups, lambda: StepLoader(config, groups.dp_rank, groups.layout.dp))
     model = build_rank_model(config, groups, weights_follow=True)
     load_hf_weights(Path(config.model.hf), model)
     training = TrainingStep(model, run_objective(config))
-    values = []
+    values, pieces = [], []
     with planted(fault):
         for number in range(num_steps):
-            totals = training.forward_backward(None if loader is None else loader.batches(number))
+            positions = None if loader is None else SamplePositions(loader.plan(number), loader.samples(number))
+            with recorded_log_probs(model, positions) as of_step:
+                totals = training.forward_backward(None if loader is None else loader.batches(number))
+            pieces.append(of_step)
             update = training.update(totals, learning_rate(number, config.optimizer, config.train.num_steps))
             values.append(step_values(number, totals, 0.0 if update is None else update.grad_norm))
-    return values
+    return HfSteps(values, pieces)

@@ -66,6 +66,10 @@ _MOST_WIDE = 2**24
 """Limit on float64 logits at a time: 128 MiB, and as much again for each temporary."""
 
 
+_OF_IMAGES = ("pixel_values", "image_grid_thw", "image_sizes")
+"""Outputs of image processors that models of transformers take."""
+
+
 class TrainingRows(NamedTuple):
     """Rows of one forward pass."""
 
@@ -89,6 +93,8 @@ class StepInput(NamedTuple):
 class StepFound(NamedTuple):
     numerator: float
     """Weighted sum of token losses, in nats."""
+    log_probs: Tensor
+    """Log-probability of each label, [tokens] float64, row by row, before the update."""
     grad_norm: float
     """Global L2 norm before clipping; 0 with nothing to learn."""
 
@@ -129,39 +135,24 @@ def parts_of(model: Any, tower: TrainedTower) -> dict[str, str]:
     return parts
 
 
-def image_inputs(vision: VisionSection, is_image: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Tensor]:
+def image_inputs(vision: VisionSection, tokens: Tensor, of_images: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns the model's arguments for images; there may be none.
 
     Args:
-        is_image: Marks the tokens of images, [batch, seq] bool.
-        pixels: Patches of all images, [patches, elements of a patch].
-        grids: Frames, rows and columns of each image in patches, [images, 3].
+        tokens: Token ids, [batch, seq].
+        of_images: Outputs of transformers' image processor for the images in order; empty for text.
     """
+    is_image = (tokens == vision.image_token).int()
+    images = {name: of_images[name] for name in _OF_IMAGES if name in of_images}
     match vision.kind:
         case "qwen3_vl":
-            kinds = {"mm_token_type_ids": is_image.int()}
-            return {"pixel_values": pixels, "image_grid_thw": grids, **kinds} if len(grids) else {}
+            return {**images, "mm_token_type_ids": is_image} if images else {}
         case "gemma3":
-            side, size = math.isqrt(vision.num_positions), vision.patch_size
-            patches = pixels.view(len(grids), side, side, vision.num_channels, size, size)
-            whole = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(grids), -1, side * size, side * size)
-            # which rows of text need too, in training
-            return {"token_type_ids": is_image.int(), **({"pixel_values": whole} if len(grids) else {})}
+            return {**images, "token_type_ids": is_image}  # which rows of text need too, in training
         case "mistral3":
-            return _sized_images(vision, pixels, grids) if len(grids) else {}
+            return images
         case _:
             assert_never(vision.kind)
-
-
-def _sized_images(vision: VisionSection, pixels: Tensor, grids: Tensor) -> dict[str, Tensor]:
-    """Returns images of different sizes, padded with zeros to the largest, and their sizes."""
-    sizes, shape = grids[:, 1:] * vision.patch_size, (vision.num_channels, vision.patch_size, vision.patch_size)
-    whole = pixels.new_zeros(len(grids), vision.num_channels, *sizes.max(dim=0).values.tolist())
-    parts = torch.split(pixels, grids.prod(dim=1).tolist())
-    for image, patches, (height, width), (_, rows, columns) in zip(whole, parts, sizes.tolist(), grids.tolist()):
-        own = patches.view(rows, columns, *shape).permute(2, 0, 3, 1, 4).reshape(-1, height, width)
-        image[:, :height, :width] = own
-    return {"pixel_values": whole, "image_sizes": sizes}
 
 
 @torch.no_grad()
@@ -201,7 +192,7 @@ def transformers_steps(
     for step in steps:
         optimizer.zero_grad()
         # .grad accumulates over all rows; fsum adds the losses exactly
-        numerator = math.fsum(_backward(model, rows, step.denominator) for rows in step.rows)
+        sums, log_probs = zip(*(_backward(model, rows, step.denominator) for rows in step.rows), strict=True)
         gradients = [value.grad for value in parameters.values() if value.grad is not None]
         # in float64, because a float32 sum of millions of squares is too inexact
         norms = [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients]
@@ -214,7 +205,7 @@ def transformers_steps(
             for group in optimizer.param_groups:
                 group["lr"] = step.lr * group["share"]
             optimizer.step()
-        yield StepFound(numerator, norm)
+        yield StepFound(math.fsum(sums), torch.cat(log_probs), norm)
 
 
 def _groups(parameters: Mapping[str, Any], section: AdamWSection, parts: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -227,29 +218,31 @@ def _groups(parameters: Mapping[str, Any], section: AdamWSection, parts: Mapping
         yield {"params": [value], "weight_decay": decay, "share": share}
 
 
-def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:
+def _backward(model: Any, rows: TrainingRows, denominator: float) -> tuple[float, Tensor]:
     # [batch, seq, vocab_size]; a key/value cache would waste memory
     logits = model(rows.tokens, use_cache=False, **rows.images).logits
     # divides before backward, unlike training, so the comparison also proves that the order does not matter
-    numerator, gradient = _loss(logits.detach().flatten(0, 1), rows, denominator)
+    numerator, log_probs, gradient = _loss(logits.detach().flatten(0, 1), rows, denominator)
     if denominator != 0:
         logits.backward(gradient.view_as(logits))
-    return numerator
+    return numerator, log_probs
 
 
-def _loss(logits: Tensor, rows: TrainingRows, denominator: float) -> tuple[float, Tensor]:
-    """Computes the weighted sum of losses, and the gradient [tokens, vocab_size] of the divided sum by the logits."""
+def _loss(logits: Tensor, rows: TrainingRows, denominator: float) -> tuple[float, Tensor, Tensor]:
+    """Computes the weighted sum of losses, the log-probability of each label, [tokens], and the gradient [tokens,
+    vocab_size] of the divided sum by the logits."""
     labels, weights = rows.labels.flatten(), rows.weights.flatten().double()
-    gradient, losses = torch.zeros_like(logits), []
+    gradient, losses, of_labels = torch.zeros_like(logits), [], []
     # a few tokens at a time, because all logits in float64 would be the largest tensors of the check
     size = max(1, _MOST_WIDE // logits.shape[1])
     for start in range(0, len(logits), size):
         chunk = slice(start, start + size)
         log_probs = logits[chunk].double().log_softmax(-1)
         likely, weight = log_probs.gather(1, labels[chunk, None]), weights[chunk, None]
+        of_labels.append(likely.squeeze(1))
         # where instead of a product, because a masked token's loss may be inf
         losses.append(float(torch.where(weight > 0, -likely * weight, 0.0).sum()))
         if denominator != 0:
             change = log_probs.exp_().scatter_add_(1, labels[chunk, None], torch.full_like(likely, -1.0))
             gradient[chunk] = torch.where(weight > 0, change * (weight / denominator), 0.0).to(logits.dtype)
-    return math.fsum(losses), gradient
+    return math.fsum(losses), torch.cat(of_labels), gradient

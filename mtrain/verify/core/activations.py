@@ -1,5 +1,7 @@
-"""Outputs of modules in forward order, assembled from all ranks: they show where two forward passes diverge."""
+"""Outputs of modules in forward order, and log-probabilities of tokens, assembled from all ranks: they show where two
+forward passes diverge."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,15 +13,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mtrain.config import Config
+from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.zigzag import zigzag_index
+from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.loss import label_log_probs
 from mtrain.verify.core.samples import SamplePositions
 
 IN_LAYER = ("input_layernorm", "self_attention.core_attention", "self_attention", "pre_mlp_layernorm", "mlp")
 """Modules of a layer in forward order; the layer itself follows."""
 OUTPUT_LAYER = "output_layer"
+LOG_PROBS = "log_probs"
+"""Name of recorded log-probabilities."""
 _COLUMNS_OVER_TP = ("self_attention.core_attention", OUTPUT_LAYER)
 
 
@@ -49,6 +56,34 @@ def recorded_outputs(
             if type(module).__name__ != "IdentityOp":  # TransformerEngine's norms are inside the projections
                 handles.append(module.register_forward_hook(chunk.hook(name)))
         handles.append(model.register_forward_hook(chunk.end))
+    try:
+        yield recorder.pieces
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def recorded_log_probs(model: RankModel, positions: SamplePositions | None) -> Iterator[list[RecordedOutput]]:
+    """Yields a list that collects the log-probability of each label, [seq_local, batch, 1], while the block trains.
+
+    On ranks of the last stage, with two all-reduces over TP for each chunk of tokens; only one rank of a TP group,
+    which needs `positions`, records them.
+    """
+    groups, config = model.groups, model.config
+    recorder = _Recorder(groups, config, positions, [])
+
+    def hook(numbers: Iterator[int]) -> Callable[[nn.Module, tuple[Microbatch], object], None]:
+        def note(module: nn.Module, inputs: tuple[Microbatch], output: object) -> None:
+            if not isinstance(output, Logits):  # of an earlier stage
+                return
+            (log_probs,) = label_log_probs(output, inputs[0], config, groups)
+            if groups.counts_loss:
+                recorder.add(LOG_PROBS, next(numbers), log_probs.t().unsqueeze(-1))
+
+        return note
+
+    handles = [chunk.register_forward_hook(hook(itertools.count())) for chunk in map(unwrap, model.chunks)]
     try:
         yield recorder.pieces
     finally:

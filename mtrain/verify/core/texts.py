@@ -154,7 +154,8 @@ class _Reader:
         for image in sample.images:
             (_, rows, columns), start = image.grid, int(places[begin])
             pixels = self._images.patches(image.content).pixels
-            yield Picture(start, rows, columns, pixels), start + len(self._images.tokens(image.grid))
+            picture = Picture(start, rows, columns, pixels, image.content)
+            yield picture, start + len(self._images.tokens(image.grid))
             begin += self._images.num_features(image.grid)
 
 

@@ -42,6 +42,8 @@ class Picture:
     pixels: NDArray[np.float32]
     """Flattened patches, [rows x columns, elements of a patch], ordered by blocks of merge x merge patches, or row by
     row for Gemma 3 and Mistral 3."""
+    content: bytes = b""
+    """The image's file; empty for random pixels."""
 
 
 @dataclass(frozen=True)

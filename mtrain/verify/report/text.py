@@ -11,6 +11,7 @@ _QUANTITIES = {
     "samples": ("samples", "{name} of the samples"),
     "lr": ("learning rate", "learning rate"),
     "denominator": ("denominator", "denominator of term {name}"),
+    "log_prob": ("log-probabilities", "log-probability of {name}"),
     "loss": ("loss", "loss of term {name}"),
     "layer_output": ("output of a layer", "output of the layer"),
     "input_gradient": ("gradient of its input", "gradient of the layer's input"),
@@ -96,6 +97,7 @@ class ReportText:
 _PLURALS = {
     "lr": "learning rates",
     "denominator": "denominators",
+    "log_prob": "log-probabilities",
     "loss": "losses",
     "gradient": "gradients",
     "grad_norm": "their norm",

@@ -11,29 +11,33 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.data.images.cases import VISION_TOKENS, picture, write_vision_folder
+from tests.data.images.test_gemma3 import TOKENS, write_gemma3
 from tests.data.images.test_mistral3 import IMAGE, write_mistral3
 from tests.parity.images import KINDS, Kind
 
 ROLES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+_OTHERS: dict[Kind, tuple[Any, dict[str, str]]] = {
+    "gemma3": (write_gemma3, {name.replace("_token", "_token_index"): text for name, text in TOKENS.items()}),
+    "mistral3": (write_mistral3, {"image_token_id": IMAGE}),
+}
+"""Function that writes a folder, and tokens by role, of models other than Qwen's."""
 
 
 def write_model(folder: Path, kind: Kind = "dense") -> Path:
     """Writes a small model with drawn weights, its tokenizer, template and processor."""
-    if kind == "mistral3":
-        write_mistral3(folder)
-    else:
-        write_vision_folder(folder)
+    write, roles = _OTHERS.get(kind, (write_vision_folder, dict(zip(ROLES, VISION_TOKENS))))
+    write(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model_class, described = KINDS[kind]
     config = described()
     config.text_config.vocab_size = tokenizer.get_vocab_size() + 2
-    roles = dict(zip(ROLES, VISION_TOKENS)) if kind != "mistral3" else {"image_token_id": IMAGE}
     for role, text in roles.items():
         setattr(config, role, tokenizer.token_to_id(text))
     torch.manual_seed(5)
     model = model_class(config)
     for name, parameter in model.named_parameters():
         is_scale = ("norm" in name or "ln_pre" in name) and name.endswith("weight")
+        is_scale &= kind != "gemma3" or "vision_tower" in name  # its others are stored minus 1
         torch.nn.init.normal_(parameter, mean=1.0 if is_scale else 0.0, std=0.1)
     model.save_pretrained(folder)
     return folder

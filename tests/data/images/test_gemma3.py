@@ -35,13 +35,22 @@ PROCESSOR: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gemma3(tmp_path_factory.mktemp("gemma3"))
+
+
+def write_gemma3(folder: Path) -> Path:
     """Writes tokenizer, template and processor as Gemma 3 is published."""
-    folder = tmp_path_factory.mktemp("gemma3")
     write_folder(folder, Path(__file__).with_name("gemma3.jinja").read_text())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([*TOKENS.values(), "<start_of_turn>", "<end_of_turn>", "<bos>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<end_of_turn>", "bos_token": "<bos>", **TOKENS, "extra_special_tokens": TOKENS}
+    settings: dict[str, Any] = {
+        "eos_token": "<end_of_turn>",
+        "bos_token": "<bos>",
+        **TOKENS,
+        "extra_special_tokens": TOKENS,
+    }
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # Gemma's own class would replace the pieces of the file
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     (folder / "processor_config.json").write_text(

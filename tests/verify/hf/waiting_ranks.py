@@ -12,7 +12,8 @@ from mtrain.core.engine.rank_model import RankModel, build_rank_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
 from mtrain.verify import hf
-from mtrain.verify.core.result import StepValues
+from mtrain.verify.hf import HfSteps
+from tests.verify.planted.image_faults import ON_OWN_DATA
 from tests.verify.planted.shared_faults import SHARED_PLANTS
 
 
@@ -42,7 +43,7 @@ def num_open(groups: Groups, config: Config, folder: str) -> int:
     raise AssertionError("no model was built")
 
 
-def run_with_another_scale(groups: Groups, *arguments: Any) -> list[StepValues]:
+def run_with_another_scale(groups: Groups, *arguments: Any) -> HfSteps:
     """Runs steps of attention with a wrong scale."""
     sound = build_rank_model
 
@@ -54,3 +55,9 @@ def run_with_another_scale(groups: Groups, *arguments: Any) -> list[StepValues]:
 
     with mock.patch.object(hf, "build_rank_model", built):
         return hf.run_from_hf(groups, *arguments)
+
+
+def run_with_fault_of_images(groups: Groups, config: Config, num_steps: int, fault: str) -> HfSteps:
+    """Runs steps with a fault of `ON_OWN_DATA`."""
+    with ON_OWN_DATA[fault].planted():
+        return hf.run_from_hf(groups, config, num_steps, None)

@@ -18,8 +18,10 @@ from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.vision import VisionTower
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.teacher import Teacher
+from mtrain.hf.images import ImageProcessor
 from tests.verify.planted.plants import Plant, in_step, replacing
 
+_patches = ImageProcessor._patches_of_rows
 _features, _forward, _gather = VisionTower._features, VisionTower.forward, gather_from_sequence_parallel_region
 _angles, _take_received = ThreeAxesRotary.forward, LanguageModel._take_received
 _with_features, _run_now = language_model._with_features, Teacher._run_now
@@ -123,6 +125,22 @@ def _without_gradient(self: Any, batch: Any) -> Any:
     return [each.detach() for each in _take_received(self, batch)]
 
 
+def _rows_reversed(self: Any, images: Any) -> Tensor:
+    """Reverses each row of an image's features, if patches merge two by two."""
+    rows = [(int(count), columns // 2) for _, count, columns in images.grids.tolist() for count in [count // 2]]
+    order = [torch.arange(count * columns).view(count, columns).flip(1).flatten() for count, columns in rows]
+    firsts = [0, *torch.tensor([len(each) for each in order]).cumsum(0).tolist()]
+    return _features(self, images)[torch.cat([each + first for each, first in zip(order, firsts)])]
+
+
+def _patches_by_columns(self: Any, pixels: Any) -> Any:
+    """Cuts an image into patches column by column."""
+    found = _patches(self, pixels)
+    _, rows, columns = found.grid
+    by_columns = found.pixels.reshape(rows, columns, -1).swapaxes(0, 1).reshape(rows * columns, -1)
+    return found._replace(pixels=by_columns)
+
+
 IMAGE_PLANTS: dict[str, Plant] = {
     "features-of-the-next-place": replacing(VisionTower, "_features", _of_the_next_place),
     "positions-by-time-alone": replacing(ThreeAxesRotary, "forward", _by_time),
@@ -139,6 +157,11 @@ IMAGE_PLANTS: dict[str, Plant] = {
     "deeper-features-not-recomputed": replacing(language_model, "_with_features", _only_at_first),
     "teacher-without-images": replacing(Teacher, "_run_now", _of_text),
 }
+ON_OWN_DATA: dict[str, Plant] = {
+    "rows-of-features-reversed": replacing(VisionTower, "_features", _rows_reversed),
+    "patches-by-columns": replacing(ImageProcessor, "_patches_of_rows", _patches_by_columns),
+}
+"""Faults between a user's files and the features, which random images do not meet."""
 POSITIONS_IN_SLICES = replacing(ThreeAxesRotary, "forward", _by_slice)
 NO_ZEROS = replacing(VisionTower, "_connected", lambda self, values: values)
 """Ranks without images give the tower no gradient, and others wait for it."""
