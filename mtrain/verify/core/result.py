@@ -207,6 +207,11 @@ class Report:
         return f"{count} of {len(self.layouts)} {self.text.noun}s could not be run to the end"
 
     @property
+    def compares_tensors(self) -> bool:
+        """Says whether tensors were compared, each under its name."""
+        return any(each.kind in TENSOR_KINDS for layout in self.layouts for each in layout.deviations)
+
+    @property
     def columns(self) -> dict[str, tuple[str, ...]]:
         """Returns the kinds in each column of the table; rounding only if models are judged in float64."""
         has_rounding = any(layout.worst("rounding") is not None for layout in self.layouts)

@@ -21,8 +21,8 @@ def print_report(report: Report, folder: Path, output: Console) -> None:
     output.print()
     for tolerance in report.tolerances:
         inputs = [f"{name} = {value:.6g}" for name, value in tolerance.inputs.items()]
-        origin = ", ".join([tolerance.formula, *inputs])
-        output.print(escape(f"tolerance of {tolerance.kind}: {tolerance.value:.1e} = {origin}"))
+        origin = ", ".join(filter(None, [tolerance.formula, *inputs]))
+        output.print(escape(f"tolerance of {tolerance.kind}: {tolerance.value:.1e}{origin and f' = {origin}'}"))
     if isinstance(report, ParityReport):
         output.print(escape(report.judged), soft_wrap=True)
     for layout in report.layouts:
@@ -65,7 +65,7 @@ def _verdict(report: Report) -> str:
 
 def _print_table(report: Report, output: Console) -> None:
     """Prints the table uncut; on a narrow terminal the names of tensors follow on separate lines."""
-    table = _table(report, is_boxed=output.is_terminal, has_tensors=True)
+    table = _table(report, is_boxed=output.is_terminal, has_tensors=report.compares_tensors)
     is_narrow = output.is_terminal and _width(table, output) > output.width
     if is_narrow:
         table = _table(report, is_boxed=False, has_tensors=False)

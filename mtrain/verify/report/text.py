@@ -68,6 +68,14 @@ class ReportText:
     tensors: str
     everything: str
     """Diagnosis if one process also fails."""
+    tolerances: str = (
+        "A layout adds the same numbers in another order, so its results differ from the exact ones by rounding. Each "
+        "tolerance bounds that rounding by the precision and the number of summands; none is tuned. A larger deviation "
+        "is a fault."
+    )
+    """Sentences about the tolerances."""
+    changed: str = "Changed to make it small"
+    """Heading of the changes of the configuration."""
     times: str = ""
     """Sentence about the lines of measured times; empty if the report has none."""
     undecided: str = "every layout that ran fails, and none of them was one process: the cause is open"
