@@ -306,14 +306,15 @@ def vocab_parallel(
     local: Tensor, deferred: DeferredLogits, model: ModelSection, groups: Groups, is_consumed: bool = False
 ) -> VocabParallelLogits:
     """Wraps this rank's columns of the logits, [seq, batch, vocab_local], for the loss functions; see
-    `VocabParallelLogits` for `is_consumed`."""
+    `VocabParallelLogits.consumed` for `is_consumed`."""
     if rows := model.output.head_rows:
         return VocabParallelLogits(local, None, 0, rows)
     # the padded vocabulary is split evenly
     first_index = groups.tp_rank * local.shape[-1]
     group = groups.tp if groups.layout.tp > 1 else None
     is_compiled = deferred.layer.compiles_regions
-    return VocabParallelLogits(local, group, first_index, model.vocab_size, is_compiled, is_consumed)
+    distribution = VocabParallelLogits(local, group, first_index, model.vocab_size, is_compiled)
+    return distribution.consumed() if is_consumed else distribution
 
 
 def term_inputs(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,6 @@ class VocabParallelLogits:
         vocab_size: Number of real tokens. Columns from this index on are padding: they are left out of every softmax,
             and their gradient is exactly 0.
         compiles_regions: Whether torch compiles the passes of cross entropy and log-sum-exp over the logits.
-        is_consumed: Whether one call of `cross_entropy` is all that reads the logits, which may then be overwritten: by
-            their exponentials, and these by the gradient. Autograd refuses to differentiate such a loss twice.
 
     Results are [batch, seq] in nats, float32 (float64 for float64 logits); gradients have the dtype of `local`. Every
     rank of the group must make the same calls in the same order. Methods state the number of all-reduces of a first
@@ -62,7 +61,6 @@ class VocabParallelLogits:
         first_index: int,
         vocab_size: int,
         compiles_regions: bool = False,
-        is_consumed: bool = False,
     ) -> None:
         self.local = local
         self.group = group
@@ -70,7 +68,7 @@ class VocabParallelLogits:
         self.vocab_size = vocab_size
         # a rank may hold only padding
         self._is_compiled = compiles_regions and self._num_real > 0
-        self._is_consumed = is_consumed
+        self._is_consumed = False
         self._maximum: Tensor | None = None
         self._local_values: Tensor | None = None
         self._local_sums: tuple[Tensor, Tensor] | None = None
@@ -79,6 +77,14 @@ class VocabParallelLogits:
         self._logsumexp: Tensor | None = None
         self._entropy: Tensor | None = None
         self._divided: list[tuple[float | Tensor, VocabParallelLogits]] = []
+
+    def consumed(self) -> Self:
+        """Lets `cross_entropy` overwrite the logits by their exponentials, and these by the gradient; returns itself.
+
+        One call of it must be all that reads the logits. Autograd refuses to differentiate such a loss twice.
+        """
+        self._is_consumed = True
+        return self
 
     @property
     def dtype(self) -> torch.dtype:

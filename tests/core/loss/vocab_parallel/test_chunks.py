@@ -121,7 +121,8 @@ def found(
     hidden = [each.clone().requires_grad_() for each in data.hidden]
 
     def loss_of_chunk(number: int, rows: slice, local: Tensor) -> Tensor:
-        student = VocabParallelLogits(local, group, first, VOCAB, is_consumed=is_consumed)
+        student = VocabParallelLogits(local, group, first, VOCAB)
+        student = student.consumed() if is_consumed else student
         frozen = logits_of_rows(data.teacher[rows], teacher_weight)
         teacher = VocabParallelLogits(frozen, group, first, VOCAB)
         losses = sum(KINDS[kind](student, teacher, data.labels[number][:, rows]) for kind in kinds)
@@ -317,7 +318,8 @@ def test_memory_is_that_of_a_chunk(is_consumed: bool) -> None:
     labels = torch.zeros(1, rows, dtype=torch.int64)
 
     def loss_of_chunk(number: int, part: slice, local: Tensor) -> Tensor:
-        logits = VocabParallelLogits(local, None, 0, vocab, is_consumed=is_consumed)
+        logits = VocabParallelLogits(local, None, 0, vocab)
+        logits = logits.consumed() if is_consumed else logits
         return logits.cross_entropy(labels[:, part]).sum()
 
     def step() -> None:
@@ -333,7 +335,7 @@ def test_memory_is_that_of_a_chunk(is_consumed: bool) -> None:
 def test_consumed_logits_cannot_be_differentiated_twice() -> None:
     """Autograd finds the changed tensor, so no gradient is wrong in silence."""
     logits = torch.randn(3, 2, 8, requires_grad=True)
-    loss = VocabParallelLogits(logits, None, 0, 8, is_consumed=True).cross_entropy(torch.zeros(2, 3).long()).sum()
+    loss = VocabParallelLogits(logits, None, 0, 8).consumed().cross_entropy(torch.zeros(2, 3).long()).sum()
     torch.autograd.grad(loss, logits, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, logits)

@@ -94,9 +94,8 @@ def of_a_shard(groups: Groups, logits: Tensor, labels: Tensor, cap: float | None
             leaf = logits.chunk(size, dim=-1)[rank].clone().requires_grad_()
             local = leaf if cap is None else softcapped.compiled_if(True)(leaf, cap)
             group = groups.tp if size > 1 else None
-            is_consumed = "consumed" in kind
-            sharded = VocabParallelLogits(local, group, rank * leaf.shape[-1], VOCAB, True, is_consumed)
-            losses = losses_of(sharded, labels)
+            sharded = VocabParallelLogits(local, group, rank * leaf.shape[-1], VOCAB, True)
+            losses = losses_of(sharded.consumed() if "consumed" in kind else sharded, labels)
             (gradient,) = torch.autograd.grad((losses * factors(5)).sum(), leaf)
             results[kind] = (losses.detach(), gradient)
     return results
