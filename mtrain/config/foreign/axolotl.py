@@ -21,6 +21,7 @@ from mtrain.config.foreign.trainers import (
     put_interval,
     put_length,
     put_likelihood,
+    put_loss_of_pairs,
     put_project,
     put_whole_batch,
     targets,
@@ -299,6 +300,8 @@ def from_axolotl(words: Sequence[str]) -> Translation:
     put_best(config, run, "early_stopping_patience")
     for tracker, project, name in _TRACKERS:
         put_project(config, run, tracker, project, name)
+    if run["dpo_loss_type"] is not None and config.get("loss.function") == "dpo":
+        put_loss_of_pairs(config, run["dpo_loss_type"], "dpo_loss_type")
     for put in (_warmup, _rates, _batch, _precision, _simpo):
         put(config, run)
     put_sharding(config, run, needs_switch=False)

@@ -15,6 +15,7 @@ from mtrain.config.foreign.trainers import (
     finish,
     is_on,
     put_best,
+    put_loss_of_pairs,
     put_project,
     saved,
     targets,
@@ -268,16 +269,8 @@ def _preference(config: Translation, run: Settings) -> None:
     if config.get("loss.function") not in ("dpo", "kto"):
         return
     config.put("loss.options.beta", number(run["pref_beta"]), run.origin("pref_beta"))
-    kind = str(run["pref_loss"])
-    if config.get("loss.function") != "dpo":
-        return
-    if kind not in _PREFERENCES:
-        config.wrong.append(
-            f"pref_loss={kind}: loss.function supports dpo (sigmoid), ipo, orpo and simpo; choose one of them"
-        )
-    elif kind != "sigmoid":
-        config.drop("loss.function")
-        config.put("loss.function", _PREFERENCES[kind], f"pref_loss={kind}")
+    if config.get("loss.function") == "dpo":
+        put_loss_of_pairs(config, run["pref_loss"], "pref_loss", _PREFERENCES)
 
 
 def _precision(config: Translation, run: Settings) -> None:

@@ -18,6 +18,7 @@ from mtrain.config.foreign.sharding import CHECKS, put_shard, put_sharding
 from mtrain.config.foreign.trainers import (
     BALANCE,
     COMMON,
+    LOSSES_OF_PAIRS,
     PREFERENCES,
     drop_adapter_of_full_runs,
     finish,
@@ -28,6 +29,7 @@ from mtrain.config.foreign.trainers import (
     put_interval,
     put_length,
     put_likelihood,
+    put_loss_of_pairs,
     put_project,
     put_warmup,
     put_whole_batch,
@@ -96,6 +98,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tokens": _tokens,
     "start": _start,
     "dtype": _dtype,
+    "any": lambda value: value,
     "mapping": mapping,
     "text": str,
     "numbers": lambda value: [number(item) for item in listed(value)],
@@ -146,6 +149,8 @@ def from_ms_swift(arguments: Sequence[str]) -> Translation:
     _images(config, run)
     if "rlhf" in command and run["rlhf_type"] is None:
         config.put("loss.function", "dpo", "ms-swift's default of rlhf_type")
+    if run["loss_type"] is not None and (loss := config.get("loss.function")) in PREFERENCES:
+        put_loss_of_pairs(config, run["loss_type"], "loss_type", LOSSES_OF_PAIRS if loss == "dpo" else {loss: loss})
     if "pt" in command:
         config.put("data.format", "text", "ms-swift's default of pt, which trains texts without a template")
         config.notes.append("pt: a record has a text here, and no messages: rewrite those with one answer")

@@ -29,6 +29,8 @@ BALANCE: Mapping[str, str] = table("megatron_lm")["balance"]
 """Kind of load balancing in Megatron-LM -> our key of its coefficient."""
 schedule_of = choice("optimizer.schedule", SCHEDULES).put
 PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
+LOSSES_OF_PAIRS = {"sigmoid": "dpo", "ipo": "ipo"}
+"""Loss of pairs in TRL and in programs that use its trainers -> loss.function."""
 TARGETS = frozenset((*PARTS, *GROUPS, *SYNONYMS))
 _ADAMW = frozenset(
     ("adam", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
@@ -337,6 +339,26 @@ def objective_of(values: Mapping[str, str] | Sequence[str]) -> Put:
             )
 
     return put
+
+
+def put_loss_of_pairs(config: Translation, value: Any, name: str, known: Mapping[str, str] = LOSSES_OF_PAIRS) -> None:
+    """Sets the loss of a trainer of preferences, which `value` names, in place of the trainer's own; refuses others.
+
+    Args:
+        known: Loss in the other program -> loss.function.
+    """
+    kinds = [str(kind) for kind in listed(value)]
+    if len(kinds) != 1 or kinds[0] not in known:
+        choices = ", ".join(dict.fromkeys(f"{ours} ({kind})" if kind != ours else ours for kind, ours in known.items()))
+        config.wrong.append(
+            f"{name}={', '.join(kinds)}: loss.function supports {choices} here; choose one, or write the loss as a "
+            "function of your own, loss.function=package.module:name"
+        )
+        return
+    named = name if config.is_default(name) else f"{name}={kinds[0]}"
+    origins = [*filter(None, [config.origins.get("loss.function")]), named]
+    config.drop("loss.function", is_named=False)
+    config.put("loss.function", known[kinds[0]], ", ".join(origins))
 
 
 def aggregate_as_main(config: Translation, term: str) -> None:

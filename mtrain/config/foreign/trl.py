@@ -20,6 +20,7 @@ from mtrain.config.foreign.trainers import (
     is_on,
     put_best,
     put_likelihood,
+    put_loss_of_pairs,
     reward_model,
     targets,
 )
@@ -84,20 +85,8 @@ def _mixture(config: Translation, value: Mapping[str, Any], name: str) -> None:
         config.lost.append(f"{name}: {', '.join(said)}: data.train names files, and data.split their shares")
 
 
-def _dpo_loss(config: Translation, value: Any, name: str) -> None:
-    kinds = listed(value)
-    known = {"sigmoid": "dpo", "ipo": "ipo"}
-    if len(kinds) == 1 and kinds[0] in known:
-        config.put("loss.function", known[kinds[0]], name)
-    else:
-        config.put("loss.function", "dpo", name)
-        config.lost.append(f"{name}={', '.join(map(str, kinds))}: loss.function supports dpo, ipo, kto, orpo and simpo")
-
-
 def _kto_loss(config: Translation, value: Any, name: str) -> None:
-    config.put("loss.function", "kto", name)
-    if value != "kto":
-        config.lost.append(f"{name}={value}: loss.function supports only kto")
+    put_loss_of_pairs(config, value, name, {"kto": "kto"})
 
 
 def _kto_order(config: Translation, value: Any, name: str) -> None:
@@ -123,7 +112,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "text_column": _text_column,
     "datasets": _datasets,
     "mixture": _mixture,
-    "dpo_loss": _dpo_loss,
+    "dpo_loss": put_loss_of_pairs,
     "kto_loss": _kto_loss,
     "kto_order": _kto_order,
     "cpo_loss": _cpo_loss,

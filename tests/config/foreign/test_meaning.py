@@ -345,6 +345,9 @@ def test_accelerate_beside_the_arguments(tmp_path: Path) -> None:
         (from_llamafactory, "--stage dpo --pref_loss hinge --model_name_or_path M --dataset a", "pref_loss=hinge"),
         (from_trl, "grpo --loss_type vespo", "loss_type=vespo"),
         (from_trl, "cpo --model_name_or_path M", "CPO's own loss"),
+        (from_trl, "dpo --model_name_or_path M --loss_type robust", "loss_type=robust"),
+        (from_trl, "dpo --model_name_or_path M --loss_type sigmoid bco_pair", "loss_type=sigmoid, bco_pair"),
+        (from_trl, "kto --model_name_or_path M --loss_type apo_zero_unpaired", "loss_type=apo_zero_unpaired"),
         (from_trl, "rloo --model_name_or_path M", "trl rloo"),
         (from_trl, "--model_name_or_path M --dataset_name a --beta 0.1 --padding_free", "several trainers of TRL"),
         (from_trl, "sft --learning_rate $LR", "shell variable"),
@@ -354,6 +357,8 @@ def test_accelerate_beside_the_arguments(tmp_path: Path) -> None:
         (from_torchtitan, "", "neither a file nor an argument of torchtitan"),
         # without the objective a run would minimise another one
         (from_axolotl, "--base_model M --datasets a --learning_rate 1e-5 --rl grpo", "rl=grpo"),
+        (from_axolotl, "--base_model M --datasets a --learning_rate 1e-5 --rl dpo --dpo_loss_type hinge", "=hinge"),
+        (from_ms_swift, "swift rlhf --model M --dataset a --max_length 9 --loss_type hinge", "loss_type=hinge"),
         (from_ms_swift, "swift rlhf --model M --dataset a --max_length 9 --rlhf_type grpo", "rlhf_type=grpo"),
         (from_ms_swift, "megatron rlhf --model M --dataset a --max_length 9 --rlhf_type gkd", "rlhf_type=gkd"),
         (
