@@ -12,14 +12,7 @@ from typing import NamedTuple, assert_never
 from mtrain.arch.adapters import holds_narrow, in_layer, learns_output, trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS, alike, kinds, present
 from mtrain.arch.features.feature import EMBEDDING, AdaptedMatrix, hidden_local
-from mtrain.arch.features.mtp import num_passed_features
-from mtrain.arch.features.vision import (
-    kept_layer_elements,
-    kept_patch_elements,
-    passing_patch_elements,
-    patches_of_tokens,
-    recomputes_layers,
-)
+from mtrain.arch.features.outside import num_passed_features, patches_of_tokens, recomputes_layers
 from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.arch.parameters import output_columns
 from mtrain.config import Config
@@ -27,6 +20,7 @@ from mtrain.config.schema.adapter import GROUPS, AdapterSection
 from mtrain.config.schema.loss import CONSUMING_LOSSES, LossSection, own_functions
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import TrainSection
+from mtrain.config.towers import description_of
 
 FEWEST_TOKENS = 1024
 """Smallest number of tokens in an automatic chunk: with fewer, matrix products of GPUs are memory-bound."""
@@ -189,12 +183,12 @@ class Activations:
         vision, size = model.vision, element_bytes(train)
         if vision is None:
             return 0, 0
-        is_half = size < FP32_BYTES
-        kept = kept_patch_elements(vision, model.hidden_size, is_half)
-        passing = passing_patch_elements(vision, is_half)
+        tower, is_half = description_of(vision), size < FP32_BYTES
+        kept = tower.kept_patch_elements(vision, model.hidden_size, is_half)
+        passing = tower.passing_patch_elements(vision, is_half)
         if recomputes_layers(vision, train):
             # beyond their inputs, layers save what they do only while each runs again
-            again = kept_layer_elements(vision, is_half) - vision.hidden_size
+            again = tower.kept_layer_elements(vision, is_half) - vision.hidden_size
             kept, passing = kept - vision.num_layers * again, passing + again
         return self.patches * kept * size, self.patches * passing * size
 

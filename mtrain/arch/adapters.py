@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mtrain.arch.features import LAYER_PARTS, present, segments
 from mtrain.arch.features.feature import EMBEDDING, AdaptedMatrix, Parameters, RankParameters, norm_elements
-from mtrain.arch.features.vision import KEY, is_trained, trained_tower_sizes
+from mtrain.arch.features.outside import KEY, is_trained, trained_tower_sizes
 from mtrain.arch.layout import Layout
 from mtrain.arch.parameters import head_elements, padded_vocab_size, tables_on_stage
 from mtrain.config.schema.adapter import AdapterSection, LoraSection

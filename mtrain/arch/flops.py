@@ -9,12 +9,13 @@ from typing import assert_never
 from mtrain.arch.adapters import OUTPUT, in_layer, learns_output, tables, trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS
 from mtrain.arch.features.feature import EMBEDDING
-from mtrain.arch.features.vision import layer_matrices, patches_of_tokens, projections
+from mtrain.arch.features.outside import patches_of_tokens
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import Precision
 from mtrain.config.schema.vision import VisionSection
+from mtrain.config.towers import description_of
 
 _PEAK_FLOPS = {
     "B200": 2.25e15,
@@ -131,11 +132,11 @@ def _tower_products(vision: VisionSection, hidden_size: int, work: Work) -> int:
     Gradients end at the first trained part, so a frozen tower has none, and its patches never do. Interpolated
     positions do not count.
     """
-    width, learns_tower = vision.hidden_size, not vision.freeze_tower
+    tower, width, learns_tower = description_of(vision), vision.hidden_size, not vision.freeze_tower
     patches = work.patches * vision.patch_elements * width
-    per_patch = sum(rows * columns for rows, columns in layer_matrices(vision))
+    per_patch = sum(rows * columns for rows, columns in tower.layer_matrices(vision))
     blocks = work.patches * per_patch + work.patch_pairs * 2 * width
-    per_feature = sum(rows * columns for rows, columns in projections(vision, hidden_size))
+    per_feature = sum(rows * columns for rows, columns in tower.projections(vision, hidden_size))
     mergers = work.patches // vision.patches_per_feature * per_feature
     return (
         (1 + learns_tower) * patches

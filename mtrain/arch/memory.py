@@ -14,7 +14,7 @@ from mtrain.arch.adapters import (
 )
 from mtrain.arch.features import alike
 from mtrain.arch.features.feature import RankParameters
-from mtrain.arch.features.vision import num_frozen_parameters, num_tower_parameters, trained_tower_sizes
+from mtrain.arch.features.outside import num_frozen_parameters, num_tower_parameters, trained_tower_sizes
 from mtrain.arch.layout import Layout
 from mtrain.arch.parameters import (
     head_elements,

@@ -10,8 +10,12 @@ from typing import assert_never
 from mtrain.arch.features import LAYER_PARTS, alike
 from mtrain.arch.features.feature import Parameters, RankParameters, norm_elements
 from mtrain.arch.features.feed_forward import router_parameters
-from mtrain.arch.features.mtp import joint_parameters
-from mtrain.arch.features.vision import num_tower_parameters, num_trained_in_matrices, trained_tower_sizes
+from mtrain.arch.features.outside import (
+    joint_parameters,
+    num_tower_parameters,
+    num_trained_in_matrices,
+    trained_tower_sizes,
+)
 from mtrain.arch.layout import Layout
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput

@@ -223,7 +223,7 @@ def _unsupported(kind: CpComm, model: ModelSection, data: AnyData) -> Iterator[t
         yield "model.attention_dropout", "dropout"
     if model.mla is not None:
         yield "model.mla", "latents, from which each hop would recompute keys and values"
-    if model.vision is not None and model.vision.bidirectional:
+    if model.has_bidirectional_images:
         yield "model.vision", "images whose tokens see each other both ways"
     if data.isolate_documents:
         yield "data.packing" if data.packing else "data.isolate_documents", "documents that end within a hop"

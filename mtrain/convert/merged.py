@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtrain.arch import adapters as plan
 from mtrain.arch.features.feature import EMBEDDING
-from mtrain.arch.features.vision import KEY
+from mtrain.arch.features.outside import KEY
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of, shown

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, assert_never
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError, MachineError
 from mtrain.config.schema.data import ImagesSection
-from mtrain.config.schema.vision import VisionSection
+from mtrain.config.schema.vision import ProcessedImage, VisionSection
+from mtrain.config.towers import description_of
 from mtrain.hf.schema.files import read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -53,6 +54,7 @@ class ImageProcessor:
     def __init__(self, folder: Path, vision: VisionSection, limits: ImagesSection) -> None:
         self._arguments = (folder, vision, limits)
         self._folder, self._vision, self._merge_size = folder, vision, vision.merge_size
+        self._tower = description_of(vision)
         self._limits = {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
         self.image_token = vision.image_token
         """Id of the token that stands for a feature of an image."""
@@ -78,30 +80,29 @@ class ImageProcessor:
         _ = self._processor
 
     def _around(self) -> dict[str, str]:
-        """Source: transformers 5.24, processing_gemma3.py, Gemma3Processor.__init__."""
-        if self._vision.kind != "gemma3":
+        if self._tower.around is None:
             return {}
         config, name = self._folder / TOKENIZER_CONFIG, "extra_special_tokens"
         content = read_json(config) if config.is_file() else {}
         extra: Any = content.get(name)
-        tokens = [
-            {**(extra if isinstance(extra, dict) else {}), **content}.get(f"{part}_token")
-            for part in ("boi", "image", "eoi")
-        ]
-        begin, image, end = (token.get("content") if isinstance(token, dict) else token for token in tokens)
-        if not (isinstance(begin, str) and isinstance(image, str) and isinstance(end, str)):
+        named = {**(extra if isinstance(extra, dict) else {}), **content}
+        tokens = {part: named.get(f"{part}_token") for part in ("boi", "image", "eoi")}
+        said = {part: token.get("content") if isinstance(token, dict) else token for part, token in tokens.items()}
+        texts = {part: text for part, text in said.items() if isinstance(text, str)}
+        if len(texts) < len(tokens):
             raise DataError(
-                f"{config} needs boi_token, image_token and eoi_token, which Gemma 3 writes around an image; set "
-                "data.tokenizer to the folder of the model"
+                f"{config} needs boi_token, image_token and eoi_token, which {self._tower.name} writes around an "
+                "image; set data.tokenizer to the folder of the model"
             )
-        return {begin: f"\n\n{begin}{image}{end}\n\n"}
+        written, replaced = self._tower.around
+        return {texts[written]: replaced.format(**texts)}
 
     def _ends_of_rows(self) -> tuple[int, int] | None:
-        """Returns the tokens after each row of features and after the last, which Mistral 3 has; None for others.
+        """Returns the tokens after each row of features and after the last; None for a model without such tokens.
 
         Source: transformers 5.24, processing_pixtral.py, PixtralProcessor.
         """
-        if self._vision.kind != "mistral3":
+        if not self._tower.has_row_ends:
             return None
         file, vocabulary = self._folder / "processor_config.json", self._folder / "tokenizer.json"
         settings = read_json(file) if file.is_file() else {}
@@ -116,14 +117,13 @@ class ImageProcessor:
         names = [settings.get(f"image_{part}_token", f"[IMG_{part.upper()}]") for part in ("break", "end")]
         if missing := [name for name in names if name not in ids]:
             raise DataError(
-                f"{vocabulary} has no token {missing[0]}, which Mistral 3 writes after rows of an image; set "
+                f"{vocabulary} has no token {missing[0]}, which {self._tower.name} writes after rows of an image; set "
                 "data.tokenizer to the folder of the model"
             )
         return ids[names[0]], ids[names[1]]
 
     def tokens(self, grid: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
-        """Returns the token ids of an image, [tokens]: the image token for each feature, and the ends of rows in
-        Mistral 3."""
+        """Returns the token ids of an image, [tokens]: the image token for each feature, and the ends of rows."""
         if self._row_ends is None:
             return np.full(self.num_features(grid), self.image_token, np.int32)
         rows, columns = (int(size) // self._merge_size for size in grid[1:])
@@ -202,61 +202,16 @@ class ImageProcessor:
 
     def patches(self, content: bytes) -> Patches:
         """Computes the patches of an image from the content of its file; errors do not name the image."""
-        outputs = self.inputs([content], "np")
-        match self._vision.kind:
-            case "qwen3_vl":
-                return self._patches_of_grid(outputs)
-            case "gemma3":
-                return self._patches_of_square(outputs)
-            case "mistral3":
-                return self._patches_of_rows(np.asarray(outputs["pixel_values"], np.float32))
-            case _:
-                assert_never(self._vision.kind)
+        arrays = {name: np.asarray(values) for name, values in self.inputs([content], "np").items()}
+        processor = self._processor
+        source = f"{type(processor).__name__} of {self._folder}"
+        pixels, grid = self._tower.patches(self._vision, ProcessedImage(arrays, processor, source, self._num_tokens))
+        return Patches(np.ascontiguousarray(pixels, np.float32), np.array(grid, np.int64))
 
-    def _patches_of_square(self, outputs: Any) -> Patches:
-        vision, pixels = self._vision, np.asarray(outputs["pixel_values"], np.float32)
-        assert vision.fixed_side is not None, "a rule of the section"
-        side, channels, size = vision.fixed_side, vision.num_channels, vision.patch_size
-        if len(pixels) > 1:
-            raise DataError(
-                f"becomes {len(pixels)} crops with {type(self._processor).__name__} of {self._folder}, but crops are "
-                "not supported; set do_pan_and_scan to false there"
-            )
-        if pixels.shape[1:] != (channels, side * size, side * size) or self._num_tokens() != self.num_features(
-            (1, side, side)
-        ):
-            raise DataError(
-                f"becomes {list(pixels.shape[1:])} numbers and {self._num_tokens()} tokens with "
-                f"{type(self._processor).__name__} of {self._folder}, but model.vision needs "
-                f"{[channels, side * size, side * size]} and {self.num_features((1, side, side))}; set data.tokenizer "
-                "to the folder of the model"
-            )
-        return self._patches_of_rows(pixels)
-
-    def _patches_of_rows(self, pixels: NDArray[np.float32]) -> Patches:
-        """Cuts one image, [1, channels, height, width], into patches, row by row."""
-        size, (_, channels, height, width) = self._vision.patch_size, pixels.shape
-        rows, columns = height // size, width // size
-        patches = pixels.reshape(channels, rows, size, columns, size).transpose(1, 3, 0, 2, 4)
-        return Patches(np.ascontiguousarray(patches.reshape(rows * columns, -1)), np.array([1, rows, columns]))
-
+    @cached_property
     def _num_tokens(self) -> int:
-        """Returns the number of tokens that transformers' processor writes for an image."""
         file = self._folder / "processor_config.json"
         return int((read_json(file) if file.is_file() else {}).get("image_seq_length", 256))
-
-    def _patches_of_grid(self, outputs: Any) -> Patches:
-        processor = self._processor
-        size, merge_size = np.shape(outputs["pixel_values"])[-1], getattr(processor, "merge_size", None)
-        if "image_grid_thw" not in outputs or merge_size != self._merge_size or size != self._vision.patch_elements:
-            raise DataError(
-                f"becomes patches of {size} numbers (merge_size={merge_size}) with {type(processor).__name__} of "
-                f"{self._folder}, but model.vision needs {self._vision.patch_elements} (merge_size="
-                f"{self._merge_size}); set data.tokenizer to the folder of the model"
-            )
-        return Patches(
-            np.asarray(outputs["pixel_values"], np.float32), np.asarray(outputs["image_grid_thw"], np.int64)[0]
-        )
 
     @property
     def limits_areas(self) -> bool:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mtrain import arch
-from mtrain.arch.features.vision import PROJECTOR, kept_patch_elements, passing_patch_elements
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.config.schema.vision import VisionSection
+from mtrain.config.towers import description_of
 from mtrain.core.layers.vision import built_tower
 from mtrain.plan.search.cost import Workload, step_cost
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster, gpu_named
@@ -106,9 +106,12 @@ def test_a_patch_takes_what_transformers_saves_for_it(seed: int, kind: str) -> N
     )
     dtype = draw.choice((torch.float32, torch.bfloat16))
     tower, is_half = built_tower(section, HIDDEN, 1e-5).to(dtype), dtype.itemsize < 4
+    description = description_of(section)
     for name, parameter in tower.named_parameters():
-        parameter.requires_grad_(not (section.freeze_projector if name.startswith(PROJECTOR) else section.freeze_tower))
-    uncounted = saved_bytes(tower, section) / 160 - kept_patch_elements(section, HIDDEN, is_half) * dtype.itemsize
+        parameter.requires_grad_(description.is_trained(name, section))
+    uncounted = (
+        saved_bytes(tower, section) / 160 - description.kept_patch_elements(section, HIDDEN, is_half) * dtype.itemsize
+    )
     # both cosines in float32; statistics of norms and attention, and weights of positions; a mask of each image
     mask = (96**2 + 64**2) / 160 * dtype.itemsize if kind == "mistral3" else 0
     assert 0 <= uncounted <= 2 * head_dim * 4 + 40 * (num_layers + 2) + mask
@@ -116,7 +119,7 @@ def test_a_patch_takes_what_transformers_saves_for_it(seed: int, kind: str) -> N
     with Allocations() as passing:
         tower(*inputs(section))
     num_passing = 96 if kind == "mistral3" else 160  # which has one image at a time
-    expected = num_passing * passing_patch_elements(section, is_half) * dtype.itemsize
+    expected = num_passing * description.passing_patch_elements(section, is_half) * dtype.itemsize
     assert passing.peak == pytest.approx(expected, rel=0.25)
 
 

@@ -19,7 +19,6 @@ from mtrain.arch.features.feed_forward import BranchNorms, DenseFeedForward, Exp
 from mtrain.arch.features.global_attention import GlobalAttention, LayerScalar, ValueNorm
 from mtrain.arch.features.mamba import Mamba, OneSublayer
 from mtrain.arch.features.mla import MultiHeadLatentAttention
-from mtrain.arch.features.mtp import MultiTokenPrediction
 from mtrain.arch.features.norms import (
     AttentionNorm,
     AttentionResidual,
@@ -27,7 +26,7 @@ from mtrain.arch.features.norms import (
     FeedForwardResidual,
     OutputNorms,
 )
-from mtrain.arch.features.vision import Vision
+from mtrain.arch.features.outside import MultiTokenPrediction, Vision
 from mtrain.config.schema.model import ModelSection
 
 LAYER_PARTS: tuple[LayerPart, ...] = (

@@ -17,6 +17,7 @@ from mtrain.checkpoint.store.imported import MODEL_NAME, imported_model
 from mtrain.config import Config
 from mtrain.config.messages import readable
 from mtrain.config.schema.vision import VisionSection
+from mtrain.config.towers import description_of
 from mtrain.core.layers.build import build_frozen_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.teacher import Teacher
@@ -100,8 +101,10 @@ def _tower_for(run: VisionSection | None, teacher: VisionSection | None, path: P
             f"loss.teacher.checkpoint: the teacher reads no images ({path}), but the run has model.vision; name a "
             "teacher with a vision tower, such as an import with --vision"
         )
-    for name in ("kind", "patch_elements", "patches_per_feature", "fixed_side"):
-        theirs, ours = getattr(teacher, name), getattr(run, name)
+    names = ("kind", "patch_elements", "patches_per_feature")
+    values = [(name, getattr(teacher, name), getattr(run, name)) for name in names]
+    sides = [description_of(vision).fixed_side(vision) for vision in (teacher, run)]
+    for name, theirs, ours in [*values, ("fixed_side", *sides)]:
         if theirs != ours:
             raise ConfigError(
                 f"loss.teacher.checkpoint: the teacher's tower has {name}={theirs} ({path}), but the run's has {ours}; "

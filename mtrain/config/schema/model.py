@@ -19,6 +19,7 @@ from mtrain.config.schema.output import AnyOutput, HeadOutput, TokenOutput
 from mtrain.config.schema.rope import RopeSection
 from mtrain.config.schema.section import Section
 from mtrain.config.schema.vision import VisionSection
+from mtrain.config.towers import description_of
 
 RECURRENT: Mapping[str, type[DeltaNetSection] | type[MambaSection]] = {
     "delta_net": DeltaNetSection,
@@ -237,6 +238,11 @@ class ModelSection(Section):
         return self.activation in ("swiglu", "swiglu_clamped", "geglu_tanh")
 
     @property
+    def has_bidirectional_images(self) -> bool:
+        """Whether tokens of an image see each other both ways."""
+        return self.vision is not None and description_of(self.vision).bidirectional
+
+    @property
     def has_frozen_language_model(self) -> bool:
         """Whether only parts of the vision tower, or adapters, are trained."""
         return self.vision is not None and self.vision.freeze_language_model
@@ -297,6 +303,7 @@ class ModelSection(Section):
         yield from megatron_fields.broken_rules(self.megatron)
 
     def _broken_rules_with_images(self, vision: VisionSection) -> Iterator[str]:
+        yield from (f"vision.{rule}" for rule in description_of(vision).broken_rules(vision))
         if vision.rope_sections is not None and sum(vision.rope_sections) != self.rotary_size // 2:
             yield (
                 f"vision.rope_sections={list(vision.rope_sections)} add up to {sum(vision.rope_sections)} pairs, but "
@@ -309,7 +316,7 @@ class ModelSection(Section):
                 f"num_labels={self.num_labels} cannot be combined with model.vision, since no export could write "
                 "the head of a model of images; remove one of them"
             )
-        if self.mtp_depths and vision.bidirectional:
+        if self.mtp_depths and self.has_bidirectional_images:
             yield (
                 f"mtp_depths={self.mtp_depths} cannot be combined with vision.kind={vision.kind}, whose image tokens "
                 "see later ones, so that a depth would see what it predicts; set mtp_depths to 0"
@@ -317,8 +324,8 @@ class ModelSection(Section):
         unable = {
             "mla": self.mla is not None,
             "sliding_window": self.sliding_window is not None and vision.rope_sections is not None,
-            "delta_net": self.delta_net is not None and vision.bidirectional,
-            "global_attention": self.global_attention is not None and vision.bidirectional,
+            "delta_net": self.delta_net is not None and self.has_bidirectional_images,
+            "global_attention": self.global_attention is not None and self.has_bidirectional_images,
             "layer_pattern": self.layer_pattern is not None,
             "rope.attention_temperature": self.rope.attention_temperature > 0 and vision.rope_sections is not None,
         }

@@ -1,14 +1,25 @@
-"""`model.vision.*`: the vision tower of a model that is trained with images."""
+"""`model.vision.*`: the vision tower of a model that is trained with images, and what a kind of tower is.
 
-from collections.abc import Iterator
+One object of `mtrain/config/towers.py` describes a kind for configuration, planner, conversion, data and verification:
+its sizes, its memory, its fields in config.json, and how it reads images. A module of transformers computes it
+(`mtrain/core/layers/vision.py`, and the reference of `mtrain verify`). Nothing here loads torch or numpy.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from math import isqrt
-from typing import Annotated, Literal, assert_never
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import Sizes
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section
 
+VISION = "vision_config"
+"""Field of config.json that describes the tower."""
 TowerKind = Literal["qwen3_vl", "gemma3", "mistral3"]
 
 
@@ -58,16 +69,6 @@ class VisionSection(Section):
     freeze_language_model); then the tower, the projector or adapters must be trained."""
 
     @property
-    def bidirectional(self) -> bool:
-        """Whether tokens of an image see each other both ways, in all layers."""
-        return self.kind == "gemma3"
-
-    @property
-    def fixed_side(self) -> int | None:
-        """Rows and columns of every image, in patches; None if sizes differ."""
-        return isqrt(self.num_positions) if self.kind == "gemma3" else None
-
-    @property
     def patches_per_feature(self) -> int:
         """Number of patches that become one feature."""
         return self.merge_size**2
@@ -82,61 +83,211 @@ class VisionSection(Section):
         """Whether neither the tower nor the projector is trained."""
         return self.freeze_tower and self.freeze_projector
 
-    def broken_rules(self) -> Iterator[str]:
-        match self.kind:
-            case "qwen3_vl":
-                yield from self._broken_rules_of_qwen()
-            case "gemma3":
-                yield from self._broken_rules_of_gemma()
-            case "mistral3":
-                yield from self._broken_rules_of_mistral()
-            case _:
-                assert_never(self.kind)
-        side = round(self.num_positions**0.5)
-        if side**2 != self.num_positions:
-            yield f"num_positions={self.num_positions} must be a square number, since the grid is square; change it"
-        if list(self.deepstack) != sorted({*self.deepstack} & {*range(self.num_layers)}):
-            yield (
-                f"deepstack={list(self.deepstack)} must be ascending numbers of layers of the tower, from 0 to "
-                f"{self.num_layers - 1}; change it"
-            )
 
-    def _broken_rules_of_qwen(self) -> Iterator[str]:
-        yield from self._uneven_heads()
-        if self.rope_sections is None:
-            yield "rope_sections is missing; give the numbers of pairs for time, height and width"
-        elif min(self.rope_sections) < 0:
-            yield f"rope_sections={list(self.rope_sections)} must be at least 0; change them"
+@dataclass(frozen=True)
+class Fields:
+    """Fields of `vision_config` in config.json."""
 
-    def _uneven_heads(self) -> Iterator[str]:
-        if self.hidden_size % (4 * self.num_attention_heads):
-            yield (
-                f"hidden_size={self.hidden_size} must be a multiple of 4 x num_attention_heads="
-                f"{self.num_attention_heads}, since rows and columns each rotate pairs of a head; change one of them"
-            )
+    sizes: Mapping[str, tuple[str, int]]
+    """Field -> our field, and its default in transformers."""
+    neutral: Mapping[str, object]
+    """Field -> the only value that is supported, besides null."""
+    others: tuple[str, ...]
+    """Fields that are read elsewhere, or only initialise a new tower."""
+    activation: tuple[str, str] = ("hidden_act", "gelu_pytorch_tanh")
+    """Field of the activation, and its default."""
 
-    def _without_axes(self) -> Iterator[str]:
-        if self.frames_per_patch != 1:
-            yield f"frames_per_patch={self.frames_per_patch} must be 1 for kind={self.kind}; change it"
-        for name, value in {"rope_sections": self.rope_sections, "deepstack": self.deepstack}.items():
-            if value:
-                yield f"{name}={list(value)} has no meaning for kind={self.kind}; remove it"
 
-    def _broken_rules_of_mistral(self) -> Iterator[str]:
-        yield from self._uneven_heads()
-        yield from self._without_axes()
-        if self.num_positions != 1:
-            yield f"num_positions={self.num_positions} must be 1 for kind=mistral3, which has no table; change it"
+class ConfigJson(NamedTuple):
+    """A config.json with a tower."""
 
-    def _broken_rules_of_gemma(self) -> Iterator[str]:
-        yield from self._without_axes()
-        if self.hidden_size % self.num_attention_heads:
-            yield (
-                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}; "
-                "change one of them"
-            )
-        if isqrt(self.num_positions) % self.merge_size:
-            yield (
-                f"merge_size={self.merge_size} must divide the {isqrt(self.num_positions)} rows of num_positions="
-                f"{self.num_positions}; change one of them"
-            )
+    model: Mapping[str, Any]
+    """All of it."""
+    tower: Mapping[str, Any]
+    """`vision_config`."""
+    text: Mapping[str, Any]
+    """Fields of the text model."""
+    rope: Mapping[str, Any]
+    """Rotary parameters of the text model; empty without any."""
+    needed: Callable[..., Any]
+    """Reads a field of an object that must not be null, by object, name, type and default; raises DataError."""
+    shown: Callable[[object], str]
+    """Formats a value for a message."""
+
+    def unsupported(self, field: str, value: object, needed: object) -> DataError:
+        return DataError(f"config.json: {field}={self.shown(value)} is not supported, but {needed} is needed")
+
+
+@dataclass(frozen=True)
+class TrainedTower:
+    """A family's vision tower that can be trained, with the defaults of transformers."""
+
+    types: tuple[str, ...]
+    """The tower's model_type in transformers, followed by other names for it."""
+    image_token: int
+    rope_sections: tuple[int, int, int] | None = None
+    """None if tokens of images count like text."""
+    kind: TowerKind = "qwen3_vl"
+    """Value of `model.vision.kind`."""
+    deepstack: tuple[int, ...] | None = None
+    """Layers whose outputs are added in the language model; None if the family adds none."""
+
+
+class ProcessedImage(NamedTuple):
+    """What transformers' image processor makes of one image."""
+
+    outputs: Mapping[str, Any]
+    """Arrays by name."""
+    processor: Any
+    source: str
+    """Class and folder of the processor, for messages."""
+    num_tokens: int
+    """Tokens of an image according to processor_config.json, if all images have as many."""
+
+
+class TowerDescription(ABC):
+    """One kind of vision tower with its projector."""
+
+    name: str
+    """Model that has it, for messages."""
+    fields: Fields
+    projector: tuple[str, ...] = ("multi_modal_projector.",)
+    """Prefixes of the projector's tensors."""
+    prefixes: tuple[tuple[str, tuple[str, ...]], ...]
+    """Prefixes of the names of its tensors in our tower, each with those that files have, the usual one first and that
+    of transformers 5 in memory last."""
+    bidirectional = False
+    """Whether tokens of an image see each other both ways, in all layers."""
+    token_types: str | None = None
+    """Argument of transformers' model that marks tokens of images."""
+    has_row_ends = False
+    """Whether a token follows each row of features of an image."""
+    is_gated = False
+    """Whether the feed-forward part multiplies two projections."""
+    around: tuple[str, str] | None = None
+    """Name of the token that a template writes for an image, and the text that replaces it, with names of tokens in
+    braces; None if the template writes all of it."""
+
+    def fixed_side(self, section: VisionSection) -> int | None:
+        """Returns the rows and columns of every image, in patches; None if sizes differ."""
+        return None
+
+    @abstractmethod
+    def broken_rules(self, section: VisionSection) -> Iterator[str]:
+        """Yields a message for every broken rule of `model.vision`, without this prefix."""
+
+    @abstractmethod
+    def shapes(self, section: VisionSection, hidden_size: int) -> dict[str, Sizes]:
+        """Returns name -> shape of each parameter, for a language model of width `hidden_size`."""
+
+    @abstractmethod
+    def projections(self, section: VisionSection, hidden_size: int) -> list[tuple[int, int]]:
+        """Returns the rows and columns of each matrix that the projector multiplies a feature by."""
+
+    @abstractmethod
+    def read(self, config: ConfigJson, sizes: Mapping[str, int], family: TrainedTower) -> dict[str, Any]:
+        """Returns the keys of `model.vision` besides `sizes`, those of `fields`; raises DataError for an unsupported
+        tower."""
+
+    @abstractmethod
+    def written(self, section: VisionSection, hidden_size: int, norm_epsilon: float) -> dict[str, Any]:
+        """Returns the fields of a config.json from which transformers builds tower and projector.
+
+        Args:
+            section: Sizes of the tower.
+            hidden_size: Width of the language model.
+            norm_epsilon: Epsilon of the language model's norms.
+        """
+
+    @abstractmethod
+    def patches(self, section: VisionSection, image: ProcessedImage) -> tuple[Any, tuple[int, int, int]]:
+        """Returns the patches of an image, a float32 array [patches, elements], and their frames, rows and columns;
+        raises DataError if they do not fit the tower."""
+
+    def is_trained(self, name: str, section: VisionSection) -> bool:
+        """Says whether a parameter is trained."""
+        return not (section.freeze_projector if name.startswith(self.projector) else section.freeze_tower)
+
+    def layer_matrices(self, section: VisionSection) -> list[tuple[int, int]]:
+        """Returns the rows and columns of each matrix of a layer."""
+        width, wide = section.hidden_size, section.ffn_hidden_size
+        return [(3 * width, width), (width, width), *(1 + self.is_gated) * [(wide, width)], (width, wide)]
+
+    def kept_patch_elements(self, section: VisionSection, hidden_size: int, is_half: bool) -> int:
+        """Returns the elements per patch that a forward pass saves for its backward pass; parts below the first trained
+        one save nothing.
+
+        Measured on the modules of transformers, without statistics of norms and attention, masks, and the cosines of
+        positions.
+        """
+        if section.is_frozen:
+            return 0
+        projector = self.kept_projector_elements(section, hidden_size)
+        if section.freeze_tower:
+            return projector
+        layers = section.num_layers * self.kept_layer_elements(section, is_half)
+        return section.patch_elements + self.kept_around_layers(section, is_half) + layers + projector
+
+    def kept_layer_elements(self, section: VisionSection, is_half: bool) -> int:
+        """Returns the elements per patch that a layer saves for its backward pass."""
+        # inputs of both norms and three projections, queries, keys and values before and after rotation, and the output
+        # of attention; both sides of the activation
+        return 11 * section.hidden_size + 2 * section.ffn_hidden_size
+
+    def kept_projector_elements(self, section: VisionSection, hidden_size: int) -> int:
+        """Returns the elements per patch that the projector saves if it or the tower is trained."""
+        # of each merger: inputs of its norm, of both projections and of the activation
+        return (2 if section.freeze_projector else 4) * section.hidden_size * (1 + len(section.deepstack))
+
+    def kept_around_layers(self, section: VisionSection, is_half: bool) -> int:
+        """Returns the elements per patch that a trained tower saves before and after its layers, without the patch."""
+        # the next layer saves the input of a deeper merger's norm anyway
+        return -section.hidden_size * len(section.deepstack)
+
+    def passing_patch_elements(self, section: VisionSection, is_half: bool) -> int:
+        """Returns the largest number of elements per patch that exist only during a layer."""
+        width = section.hidden_size  # rotation is in float32
+        return max((2 + self.is_gated) * section.ffn_hidden_size + 6 * width, (21 if is_half else 11) * width)
+
+    def vision_config(self, section: VisionSection) -> dict[str, Any]:
+        """Returns the sizes of a tower as fields of `vision_config`."""
+        sizes = {theirs: getattr(section, ours) for theirs, (ours, _) in self.fields.sizes.items()}
+        return sizes | {self.fields.activation[0]: section.activation}
+
+
+def uneven_heads(section: VisionSection) -> Iterator[str]:
+    if section.hidden_size % (4 * section.num_attention_heads):
+        yield (
+            f"hidden_size={section.hidden_size} must be a multiple of 4 x num_attention_heads="
+            f"{section.num_attention_heads}, since rows and columns each rotate pairs of a head; change one of them"
+        )
+
+
+def without_axes(section: VisionSection) -> Iterator[str]:
+    """Yields the broken rules of a tower whose images count like text."""
+    if section.frames_per_patch != 1:
+        yield f"frames_per_patch={section.frames_per_patch} must be 1 for kind={section.kind}; change it"
+    for name, value in {"rope_sections": section.rope_sections, "deepstack": section.deepstack}.items():
+        if value:
+            yield f"{name}={list(value)} has no meaning for kind={section.kind}; remove it"
+
+
+def uneven_grid(section: VisionSection) -> Iterator[str]:
+    if isqrt(section.num_positions) ** 2 != section.num_positions:
+        yield f"num_positions={section.num_positions} must be a square number, since the grid is square; change it"
+
+
+def square_patches(pixels: Any, size: int) -> tuple[Any, tuple[int, int, int]]:
+    """Cuts one image, [1, channels, height, width], into patches of `size` x `size` pixels, row by row."""
+    _, channels, height, width = pixels.shape
+    rows, columns = height // size, width // size
+    patches = pixels.reshape(channels, rows, size, columns, size).transpose(1, 3, 0, 2, 4)
+    return patches.reshape(rows * columns, -1), (1, rows, columns)
+
+
+def norm(name: str, width: int) -> dict[str, Sizes]:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def linear(name: str, rows: int, columns: int) -> dict[str, Sizes]:
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}

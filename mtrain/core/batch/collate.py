@@ -80,7 +80,7 @@ class RowForm:
             extras=tuple(name for name in extras if name not in shapes),
             choices={name: shape for name, shape in shapes.items() if name in extras},
             patches_per_feature=None if config.model.vision is None else config.model.vision.patches_per_feature,
-            bidirectional_images=config.model.vision is not None and config.model.vision.bidirectional,
+            bidirectional_images=config.model.has_bidirectional_images,
         )
 
     def dtypes(self, terms: Sequence[str]) -> dict[FieldPath, torch.dtype]:

@@ -117,7 +117,7 @@ class CachedModel:
             [[(piece.images, len(piece.tokens)) for piece in pieces]],
             row_positions,
             None if vision is None else vision.patches_per_feature,
-            vision is not None and vision.bidirectional,
+            self._config.model.has_bidirectional_images,
         )
         batch = Microbatch(row, row, row_positions, {}, {}, documents, None, images=images)
         return batch.map(lambda values: values.to(self._groups.device)), ends

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtrain.arch.features import outside as tower
 from mtrain.arch.features import segments
-from mtrain.arch.features import vision as tower
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import MuonSection

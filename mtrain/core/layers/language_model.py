@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from mtrain.arch import padded_vocab_size
-from mtrain.arch.features.mtp import num_passed_features
+from mtrain.arch.features.outside import num_passed_features
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
 from mtrain.core.batch.batch import Microbatch
@@ -86,7 +86,7 @@ class LanguageModel(LanguageModule):
             self.vision = VisionTower(model.vision, model.hidden_size, config, groups)
         self._received: Tensor | None = None  # from the stage before
         self._passes_features = num_passed_features(model) > 0 and layout.num_stages > 1
-        self._sees_ahead = model.vision is not None and model.vision.bidirectional
+        self._sees_ahead = model.has_bidirectional_images
         self._scales_embeddings = model.scale_embeddings
         # the dtype of activations, since parameters of a frozen base may be narrower
         self.rotary = _rotary(model, torch.promote_types(config.pipeline_dtype, torch.float32))

@@ -6,7 +6,8 @@ over these ranks, so gradients of the tower are sums over all ranks, like those 
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, assert_never
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from mtrain.arch.features.vision import PROJECTOR, is_trained
+from mtrain.arch.features.outside import PROJECTOR, is_trained
 from mtrain.base.errors import ConfigError
-from mtrain.config.schema.vision import VisionSection
+from mtrain.config.schema.vision import VISION, VisionSection
+from mtrain.config.towers import description_of
 from mtrain.core.batch.images import MicrobatchImages
 from mtrain.core.layers.attention.key_source import CachedPass, Remembering
 from mtrain.core.layers.own_parameters import ShardedOffsets
@@ -221,14 +223,15 @@ def built_tower(section: VisionSection, hidden_size: int, norm_epsilon: float) -
     try:
         from transformers.initialization import no_init_weights
 
+        config = description_of(section).written(section, hidden_size, norm_epsilon)
         with no_init_weights():
             match section.kind:
                 case "qwen3_vl":
-                    tower = _qwen3_vl(section, hidden_size)
+                    tower = _qwen3_vl(config)
                 case "gemma3":
-                    tower = Gemma3Tower(section, hidden_size)
+                    tower = _Gemma3(section, config)
                 case "mistral3":
-                    tower = Mistral3Tower(section, hidden_size, norm_epsilon)
+                    tower = _Mistral3(section, config)
                 case _:
                     assert_never(section.kind)
     except ImportError as fault:
@@ -244,27 +247,16 @@ def built_tower(section: VisionSection, hidden_size: int, norm_epsilon: float) -
     return tower
 
 
-def _qwen3_vl(section: VisionSection, hidden_size: int) -> nn.Module:
+def _qwen3_vl(config: Mapping[str, Any]) -> nn.Module:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
     # the tower of Qwen3.5 is this one without deepstack
-    config = Qwen3VLVisionConfig(
-        depth=section.num_layers,
-        hidden_size=section.hidden_size,
-        intermediate_size=section.ffn_hidden_size,
-        num_heads=section.num_attention_heads,
-        in_channels=section.num_channels,
-        patch_size=section.patch_size,
-        temporal_patch_size=section.frames_per_patch,
-        spatial_merge_size=section.merge_size,
-        num_position_embeddings=section.num_positions,
-        hidden_act=section.activation,
-        out_hidden_size=hidden_size,
-        deepstack_visual_indexes=list(section.deepstack),
-    )
-    tower: nn.Module = Qwen3VLVisionModel._from_config(config, dtype=torch.float32)
-    return tower
+    return _built(Qwen3VLVisionModel, Qwen3VLVisionConfig(**config[VISION]))
+
+
+def _built(tower: Any, config: Any) -> Any:
+    return tower._from_config(config, dtype=torch.float32)
 
 
 class TowerOutput(NamedTuple):
@@ -275,35 +267,18 @@ class TowerOutput(NamedTuple):
     deepstack_features: tuple[Tensor, ...] = ()
 
 
-class Gemma3Tower(nn.Module):
+class _Gemma3(nn.Module):
     """SigLIP and the projector of Gemma 3, both modules of transformers."""
 
-    def __init__(self, section: VisionSection, hidden_size: int) -> None:
+    def __init__(self, section: VisionSection, fields: Mapping[str, Any]) -> None:
         super().__init__()
         from transformers.models.gemma3.configuration_gemma3 import Gemma3Config
         from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
         from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
-        assert section.fixed_side is not None, "a rule of the section"
-        self._shape = (section.fixed_side, section.fixed_side, section.num_channels, *[section.patch_size] * 2)
-        tower = {
-            "model_type": "siglip_vision_model",
-            "num_hidden_layers": section.num_layers,
-            "hidden_size": section.hidden_size,
-            "intermediate_size": section.ffn_hidden_size,
-            "num_attention_heads": section.num_attention_heads,
-            "num_channels": section.num_channels,
-            "image_size": section.fixed_side * section.patch_size,
-            "patch_size": section.patch_size,
-            "hidden_act": section.activation,
-            "vision_use_head": False,
-        }
-        config = Gemma3Config(
-            text_config={"hidden_size": hidden_size, "num_attention_heads": 1},
-            vision_config=tower,
-            mm_tokens_per_image=section.num_positions // section.patches_per_feature,
-        )
-        self.vision_tower = SiglipVisionModel._from_config(config.vision_config, dtype=torch.float32)
+        config, side = Gemma3Config(**fields), math.isqrt(section.num_positions)
+        self._shape = (side, side, section.num_channels, section.patch_size, section.patch_size)
+        self.vision_tower = _built(SiglipVisionModel, config.vision_config)
         self.multi_modal_projector = Gemma3MultiModalProjector(config)
         nn.init.zeros_(self.multi_modal_projector.mm_soft_emb_norm.weight)  # the norm multiplies by 1 + weight
 
@@ -316,32 +291,18 @@ class Gemma3Tower(nn.Module):
         return TowerOutput(self.multi_modal_projector(hidden).flatten(0, 1))
 
 
-class Mistral3Tower(nn.Module):
+class _Mistral3(nn.Module):
     """Pixtral and the projector of Mistral 3, both modules of transformers."""
 
-    def __init__(self, section: VisionSection, hidden_size: int, norm_epsilon: float) -> None:
+    def __init__(self, section: VisionSection, fields: Mapping[str, Any]) -> None:
         super().__init__()
         from transformers.models.mistral3.configuration_mistral3 import Mistral3Config
         from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
         from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel
 
+        config = Mistral3Config(**fields)
         self._shape = (section.num_channels, section.patch_size, section.patch_size)
-        tower = {
-            "model_type": "pixtral",
-            "num_hidden_layers": section.num_layers,
-            "hidden_size": section.hidden_size,
-            "intermediate_size": section.ffn_hidden_size,
-            "num_attention_heads": section.num_attention_heads,
-            "num_channels": section.num_channels,
-            "patch_size": section.patch_size,
-            "hidden_act": section.activation,
-        }
-        config = Mistral3Config(
-            text_config={"model_type": "mistral", "hidden_size": hidden_size, "rms_norm_eps": norm_epsilon},
-            vision_config=tower,
-            spatial_merge_size=section.merge_size,
-        )
-        self.vision_tower = PixtralVisionModel._from_config(config.vision_config, dtype=torch.float32)
+        self.vision_tower = _built(PixtralVisionModel, config.vision_config)
         self.multi_modal_projector = Mistral3MultiModalProjector(config)
 
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> TowerOutput:

@@ -8,18 +8,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mtrain.arch.features.vision import PROJECTOR
 from mtrain.base.errors import MachineError
 from mtrain.config.schema.train import AdamWSection
-from mtrain.config.schema.vision import VisionSection
+from mtrain.config.schema.vision import TrainedTower, VisionSection
+from mtrain.config.towers import TOWERS, description_of
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.registry import family_of
-from mtrain.hf.schema.tower import TrainedTower
 from mtrain.hf.tokenizer.tokenizer import NO_TOKENS, AddedTokens
 
 
@@ -126,11 +125,12 @@ def open_trainable(folder: Path, added: AddedTokens = NO_TOKENS, dtypes: Sequenc
 
 def parts_of(model: Any, tower: TrainedTower) -> dict[str, str]:
     """Returns the part of each parameter of a multimodal model: tower, projector or language_model."""
-    prefixes = [(theirs, ours) for ours, choices in tower.prefixes for theirs in choices]
+    description = TOWERS[tower.kind]
+    prefixes = [(theirs, ours) for ours, choices in description.prefixes for theirs in choices]
     parts = {}
     for name, _ in model.named_parameters():
         own = next((ours + name.removeprefix(theirs) for theirs, ours in prefixes if name.startswith(theirs)), None)
-        is_projector = own is not None and own.startswith(PROJECTOR)
+        is_projector = own is not None and own.startswith(description.projector)
         parts[name] = "language_model" if own is None else "projector" if is_projector else "tower"
     return parts
 
@@ -142,17 +142,12 @@ def image_inputs(vision: VisionSection, tokens: Tensor, of_images: Mapping[str, 
         tokens: Token ids, [batch, seq].
         of_images: Outputs of transformers' image processor for the images in order; empty for text.
     """
-    is_image = (tokens == vision.image_token).int()
     images = {name: of_images[name] for name in _OF_IMAGES if name in of_images}
-    match vision.kind:
-        case "qwen3_vl":
-            return {**images, "mm_token_type_ids": is_image} if images else {}
-        case "gemma3":
-            return {**images, "token_type_ids": is_image}  # which rows of text need too, in training
-        case "mistral3":
-            return images
-        case _:
-            assert_never(vision.kind)
+    tower = description_of(vision)
+    # rows of text need them too, in training, if tokens of images see each other
+    if tower.token_types is None or not (images or tower.bidirectional):
+        return images
+    return {**images, tower.token_types: (tokens == vision.image_token).int()}
 
 
 @torch.no_grad()

@@ -162,8 +162,7 @@ class Family:
             choices = [usual, *(() if for_all_versions else alternatives)]
             fitting = (parts for parts in choices if any(part.name.replace("{E}", "{L}") in patterns for part in parts))
             rules.append(replace(rule, parts=next(fitting, usual), alternatives=tuple(alternatives)))
-        trained = None if self.tower is None else self.tower.trained
-        prefixes = () if trained is None else trained.stored_prefixes(names)
+        prefixes = () if self.tower is None else self.tower.vision_prefixes(names)
         return replace(self, rules=tuple(rules), base=base, outside=outside, vision_prefixes=prefixes)
 
     def _under(self, base: str, outside: str, parts: tuple[TensorPattern, ...]) -> tuple[TensorPattern, ...]:

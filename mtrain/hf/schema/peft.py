@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 from mtrain.arch.adapters import HEAD, in_layer, is_norm, learned_matrices, model_parts, tables
 from mtrain.arch.features.feature import AdaptedMatrix
-from mtrain.arch.features.vision import KEY, PROJECTOR, is_trained, tower_shapes
+from mtrain.arch.features.outside import KEY, PROJECTOR, is_trained
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.config.adapters import all_linear_in
 from mtrain.config.schema.adapter import ALL_LINEAR, JOINED, SAVED_SYNONYMS, AdapterSection
 from mtrain.config.schema.bounds import can_be_a_path
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.towers import description_of
 from mtrain.hf.schema.family import Family, axis_sizes
 from mtrain.hf.schema.files import ADAPTER_NAME
 from mtrain.hf.schema.registry import family_of, template_at
@@ -189,9 +190,9 @@ def _in_tower(family: Family, model: ModelSection) -> dict[str, _TowerTensor]:
     described = family.for_vision(True).tower
     assert described is not None, "for_vision refuses others"
     assert described.trained is not None, "for_vision refuses others"
-    shapes = tower_shapes(vision, model.hidden_size)
+    shapes = description_of(vision).shapes(vision, model.hidden_size)
     tensors = (_TowerTensor(name, shape, is_trained(vision, name)) for name, shape in shapes.items())
-    return {described.trained.path(tensor.name): tensor for tensor in tensors}
+    return {described.vision_path(tensor.name): tensor for tensor in tensors}
 
 
 def _tower_modules(family: Family, model: ModelSection) -> Iterator[str]:

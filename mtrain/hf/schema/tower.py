@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtrain.base.errors import DataError
-from mtrain.config.schema.vision import TowerKind
+from mtrain.config.schema.vision import VISION, TrainedTower
+from mtrain.config.towers import TOWERS
 from mtrain.hf.schema.values import needed_value, shown, wrong_type
 
 TEXT, TIED = "text_config", "tie_word_embeddings"
-VISION = "vision_config"
 CARRIED = (r"(model\.)?(vision_tower|multi_modal_projector)\..+",)
 """Usual patterns of image tensors."""
 BASE = "model.language_model."
@@ -29,36 +29,6 @@ def default_sizes(layers: int, hidden: int, feed_forward: int, heads: int, vocab
         "num_attention_heads": heads,
         "vocab_size": vocabulary,
     }
-
-
-@dataclass(frozen=True)
-class TrainedTower:
-    """Vision tower that can be trained, with the defaults of transformers."""
-
-    types: tuple[str, ...]
-    """The tower's model_type in transformers, followed by other names for it."""
-    image_token: int
-    rope_sections: tuple[int, int, int] | None = None
-    """None if tokens of images count like text."""
-    kind: TowerKind = "qwen3_vl"
-    """Value of `model.vision.kind`."""
-    deepstack: tuple[int, ...] | None = None
-    """Layers whose outputs are added in the language model; None if the family adds none."""
-    prefixes: tuple[tuple[str, tuple[str, ...]], ...] = (("", ("model.visual.",)),)
-    """Prefixes of the names of its tensors in our tower, each with those that files have, the usual one first and that
-    of transformers 5 in memory last."""
-
-    def path(self, name: str) -> str:
-        """Returns the path in transformers' model of a tensor of our tower."""
-        return next(theirs[-1] + name.removeprefix(ours) for ours, theirs in self.prefixes if name.startswith(ours))
-
-    def stored_prefixes(self, names: Collection[str]) -> tuple[tuple[str, str], ...]:
-        """Returns the prefixes of names in our tower, each with that of a folder's tensor names; the usual ones if the
-        folder has no tensor of the tower."""
-        return tuple(
-            (ours, next((theirs for theirs in choices if any(name.startswith(theirs) for name in names)), choices[0]))
-            for ours, choices in self.prefixes
-        )
 
 
 @dataclass(frozen=True)
@@ -157,6 +127,21 @@ class Tower:
 
     def _is_tied_inside(self, config: Mapping[str, Any]) -> bool:
         return needed_value(self.nested(config), TIED, bool, self.is_tied)
+
+    def vision_prefixes(self, names: Collection[str]) -> tuple[tuple[str, str], ...]:
+        """Returns the prefixes of names in our vision tower, each with that of a folder's tensor names; the usual ones
+        if the folder has no tensor of the tower, none for a tower that is only copied."""
+        return tuple(
+            (ours, next((theirs for theirs in choices if any(name.startswith(theirs) for name in names)), choices[0]))
+            for ours, choices in self._prefixes()
+        )
+
+    def vision_path(self, name: str) -> str:
+        """Returns the path in transformers' model of a tensor of our vision tower."""
+        return next(theirs[-1] + name.removeprefix(ours) for ours, theirs in self._prefixes() if name.startswith(ours))
+
+    def _prefixes(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        return () if self.trained is None else TOWERS[self.trained.kind].prefixes
 
     def beginnings(self, names: Collection[str]) -> tuple[str, str]:
         """Returns the prefixes of a folder's tensor names, of the base model and of heads."""

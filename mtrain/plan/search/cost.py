@@ -21,20 +21,14 @@ from mtrain.arch.activations import FP32_BYTES, element_bytes
 from mtrain.arch.adapters import trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS, kinds
 from mtrain.arch.features.feature import LayerPart, RankParameters, hidden_local, once_a_model
-from mtrain.arch.features.mtp import num_passed_features
-from mtrain.arch.features.vision import (
-    kept_layer_elements,
-    layer_matrices,
-    patches_of_tokens,
-    projections,
-    recomputes_layers,
-)
+from mtrain.arch.features.outside import num_passed_features, patches_of_tokens, recomputes_layers
 from mtrain.arch.flops import merger_passes, mfu, num_attended_pairs, run_flops_per_token, sees_everything
 from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.arch.memory import own_shard, root_elements, trained_parameters
 from mtrain.arch.parameters import output_columns
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.towers import description_of
 from mtrain.plan.search.hardware import Cluster, Group, Transfer, exchanged, gathered, reduced, sent
 
 HALF_EFFICIENT = 160
@@ -195,13 +189,13 @@ def _add_tower(time: StepTime, work: Workload) -> None:
     of_row, of_image = patches_of_tokens(vision, config.data, config.row_width)
     if vision is None or of_row == 0:
         return
-    patches = config.train.micro_batch_size * of_row / work.layout.num_sharing_images
-    blocks = sum(product_seconds(work, patches, rows, depth) for rows, depth in layer_matrices(vision))
+    tower, patches = description_of(vision), config.train.micro_batch_size * of_row / work.layout.num_sharing_images
+    blocks = sum(product_seconds(work, patches, rows, depth) for rows, depth in tower.layer_matrices(vision))
     features = patches / vision.patches_per_feature
-    sizes_of_projector = projections(vision, config.model.hidden_size)
+    sizes_of_projector = tower.projections(vision, config.model.hidden_size)
     mergers = sum(product_seconds(work, features, rows, depth) for rows, depth in sizes_of_projector)
     attention = 2 * 2 * vision.hidden_size * patches * of_image / (work.flops * gpu.attention_efficiency)
-    kept = kept_layer_elements(vision, is_half=work.element_bytes < FP32_BYTES)
+    kept = tower.kept_layer_elements(vision, is_half=work.element_bytes < FP32_BYTES)
     moved = TOUCHES * patches * kept * work.element_bytes
     passes = 1 + 2 * (not vision.freeze_tower)
     time.matrices += passes * vision.num_layers * blocks

@@ -15,6 +15,7 @@ from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, columns_of
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.vision import VisionSection
+from mtrain.config.towers import description_of
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.choices import choice_shapes
 from mtrain.core.batch.datum import Datum, sample_of
@@ -316,14 +317,16 @@ class HardBatch:
         if vision is None or (slot != last if self.kind == 2 else slot % _NO_IMAGE_EVERY == 2):
             return
         rng = np.random.default_rng([self.config.train.seed, self.kind, slot, 2])
+        tower = description_of(vision)
+        side = tower.fixed_side(vision)
         for begin, end in itertools.pairwise(edges):
             start = begin + int(rng.integers(0, _MOST_BEFORE_IMAGE))
             # a lone one, so that even two ranks that share the images of a microbatch are not both given one
             for _ in range(1 if slot % _NO_IMAGE_EVERY == 1 else 2):
                 rows, columns = rng.integers(1, 4, 2)
-                if vision.fixed_side is not None:
-                    rows = columns = vision.fixed_side // vision.merge_size
-                count = int(rows * (columns + 1 if vision.kind == "mistral3" else columns))
+                if side is not None:
+                    rows = columns = side // vision.merge_size
+                count = int(rows * (columns + tower.has_row_ends))
                 if start + count >= end:
                     break
                 sizes = rows * columns * vision.patches_per_feature, vision.patch_elements

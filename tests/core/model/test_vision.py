@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from mtrain.arch import Work, flops_of_step
-from mtrain.arch.features.vision import PROJECTOR, num_frozen_parameters, num_tower_parameters, tower_shapes
+from mtrain.arch.features.outside import num_frozen_parameters, num_tower_parameters
 from mtrain.base.errors import DataError
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.vision import VisionSection
+from mtrain.config.towers import description_of
 from mtrain.core.batch.collate import RowForm, collate, loss_terms
 from mtrain.core.batch.images import MicrobatchImages, SampleImages
 from mtrain.core.batch.sample import Sample
@@ -56,9 +57,11 @@ MISTRAL3 = VisionSection.model_validate(
 )
 
 
-def test_shapes_of_mistral_3_are_those_of_transformers() -> None:
+def test_norms_of_mistral_3_begin_at_one() -> None:
     tower = built_tower(MISTRAL3, 32, 1e-5)
-    assert tower_shapes(MISTRAL3, 32) == {name: tuple(each.shape) for name, each in tower.named_parameters()}
+    assert description_of(MISTRAL3).shapes(MISTRAL3, 32) == {
+        name: tuple(each.shape) for name, each in tower.named_parameters()
+    }
     norms = [each for each in tower.parameters() if each.ndim == 1]
     assert len(norms) == 2 + 2 * MISTRAL3.num_layers
     assert all(torch.equal(each, torch.ones_like(each)) for each in norms)
@@ -67,7 +70,9 @@ def test_shapes_of_mistral_3_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("vision", [VISION, GEMMA3, MISTRAL3], ids=lambda each: each.kind)
 def test_shapes_are_those_of_the_tower_of_transformers(vision: VisionSection) -> None:
     tower = built_tower(vision, 32, 1e-5)
-    assert tower_shapes(vision, 32) == {name: tuple(each.shape) for name, each in tower.named_parameters()}
+    assert description_of(vision).shapes(vision, 32) == {
+        name: tuple(each.shape) for name, each in tower.named_parameters()
+    }
     assert num_tower_parameters(vision, 32) == sum(each.numel() for each in tower.parameters())
     assert num_tower_parameters(None, 32) == num_frozen_parameters(None, 32) == 0
     learns = vision.model_copy(update={"freeze_projector": False})
@@ -199,7 +204,7 @@ def test_flops_of_the_tower_are_those_that_torch_counts(frozen: tuple[str, ...],
         if hasattr(module, "set_attn_implementation"):
             module.set_attn_implementation("eager")  # of whose products torch counts every one
     for name, parameter in tower.named_parameters():
-        parameter.requires_grad_(not update["freeze_projector" if name.startswith(PROJECTOR) else "freeze_tower"])
+        parameter.requires_grad_(description_of(vision).is_trained(name, vision))
     grids = [[1, 4, 6], [1, 2, 2], [1, 8, 4]]
     images = MicrobatchImages(
         torch.zeros(60, vision.patch_elements), torch.tensor(grids), torch.zeros(1, 1), torch.zeros(1, 1, 3)

@@ -5,6 +5,7 @@ from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.vision import TrainedTower
 from mtrain.hf.schema.config import Constant, Entry, Field, Required, Rope, heads, skipped_rotations
 from mtrain.hf.schema.families.common import (
     ACTIVATION,
@@ -25,7 +26,7 @@ from mtrain.hf.schema.families.common import (
 from mtrain.hf.schema.family import Family, in_tower
 from mtrain.hf.schema.rope import ROPE_NAMES, ROPE_OBJECTS, rope_without
 from mtrain.hf.schema.table import Rule, TensorPattern
-from mtrain.hf.schema.tower import Tower, TrainedTower, default_sizes
+from mtrain.hf.schema.tower import Tower, default_sizes
 from mtrain.hf.schema.values import needed_value, shown, value_of
 
 _HEAD, _TOKENS = "ForSequenceClassification", "ForCausalLM"
@@ -131,13 +132,7 @@ MISTRAL3 = in_tower(
         unread="""image_token_index image_token_id multimodal_projector_bias projector_hidden_act spatial_merge_size
             vision_feature_layer""",
         other_types=("ministral3",),
-        trained=TrainedTower(
-            ("pixtral",),
-            image_token=10,
-            kind="mistral3",
-            # as published, and as in memory
-            prefixes=tuple((part, (part, f"model.{part}")) for part in ("vision_tower.", "multi_modal_projector.")),
-        ),
+        trained=TrainedTower(("pixtral",), image_token=10, kind="mistral3"),
     ),
 )
 QWEN2 = Family(

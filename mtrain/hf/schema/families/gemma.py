@@ -9,6 +9,7 @@ from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.vision import TrainedTower
 from mtrain.hf.schema.config import Constant, Entry, Field, InexpressibleError, Required, heads
 from mtrain.hf.schema.families.common import (
     ATTENTION,
@@ -38,7 +39,7 @@ from mtrain.hf.schema.families.common import (
 from mtrain.hf.schema.family import Family, in_tower
 from mtrain.hf.schema.rope import PARTIAL, ROPE_NAMES, older_rope, plain_number, read_rope, written_rope
 from mtrain.hf.schema.table import Rule, TensorPattern
-from mtrain.hf.schema.tower import Tower, TrainedTower, default_sizes
+from mtrain.hf.schema.tower import Tower, default_sizes
 from mtrain.hf.schema.values import needed_value, shown, value_of, wrong_type
 
 
@@ -132,24 +133,7 @@ GEMMA3_IMAGES = in_tower(
         defaults=default_sizes(layers=26, hidden=2304, feed_forward=9216, heads=8, vocabulary=262208),
         unread="""mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id boi_token_id
             eoi_token_id initializer_range""",
-        trained=TrainedTower(
-            ("siglip_vision_model",),
-            image_token=262144,
-            kind="gemma3",
-            prefixes=(
-                # as published; as transformers 5 writes it; and as both have it in memory
-                (
-                    "vision_tower.",
-                    (
-                        "vision_tower.vision_model.",
-                        "vision_tower.",
-                        "model.vision_tower.vision_model.",
-                        "model.vision_tower.",
-                    ),
-                ),
-                ("multi_modal_projector.", ("multi_modal_projector.", "model.multi_modal_projector.")),
-            ),
-        ),
+        trained=TrainedTower(("siglip_vision_model",), image_token=262144, kind="gemma3"),
     ),
 )
 _EVERY = 6

@@ -5,6 +5,7 @@ from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.vision import TrainedTower
 from mtrain.hf.schema.config import Constant, Entry, Field, Required, Rope, heads, lookup
 from mtrain.hf.schema.families.common import (
     ACTIVATION,
@@ -28,7 +29,7 @@ from mtrain.hf.schema.families.common import (
 from mtrain.hf.schema.families.experts import NO_DENSE_LAYERS, RENORMALISED, GatedShare
 from mtrain.hf.schema.family import Family, in_tower
 from mtrain.hf.schema.table import Rule, TensorPattern, stretch
-from mtrain.hf.schema.tower import Tower, TrainedTower, default_sizes
+from mtrain.hf.schema.tower import Tower, default_sizes
 from mtrain.hf.schema.values import needed_value
 
 _FULL, _LINEAR = "full_attention", "linear_attention"

@@ -70,7 +70,7 @@ class GroupedAttention(AttentionKind):
         scores = torch.einsum("bqghd,bkgd->bghqk", query, key) * scale
         sinks = part.get("core_attention.softmax_offset")
         vision = model.vision
-        images = numbers_of_images(rows, vision) if vision is not None and vision.bidirectional else None
+        images = numbers_of_images(rows, vision) if vision is not None and model.has_bidirectional_images else None
         keys = KeySet(rows.documents, window, images)
         weights = softmax(scores, keys, None if sinks is None else sinks.view(groups, shared))
         return torch.einsum("bghqk,bkgd->bqghd", weights, value.squeeze(3)).flatten(2)

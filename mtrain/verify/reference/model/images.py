@@ -5,7 +5,6 @@ positions count, and how gradients add up. Source of positions: Qwen2-VL (Wang e
 pairs alternate as in Qwen3-VL.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, assert_never
@@ -17,10 +16,13 @@ from torch import Tensor
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.vision import VisionSection
+from mtrain.config.towers import TOWERS, description_of
 from mtrain.verify.reference.text import Picture, Rows
 
-TOWER, PROJECTOR = "vision.", ("vision.merger.", "vision.deepstack_merger_list.", "vision.multi_modal_projector.")
-"""Prefixes of the names of all tensors of a tower, and of its projector's."""
+TOWER = "vision."
+"""Prefix of the names of all tensors of a tower."""
+PROJECTOR = tuple(f"{TOWER}{prefix}" for tower in TOWERS.values() for prefix in tower.projector)
+"""Prefixes of the names of a projector's tensors."""
 KEY_BIAS = ".self_attn.k_proj.bias"
 
 
@@ -39,94 +41,46 @@ def tower_of(model: ModelSection) -> Any:
 @lru_cache(maxsize=2)
 def _tower(section: str, hidden_size: int, norm_epsilon: float) -> Any:
     vision = VisionSection.model_validate_json(section)
+    config = description_of(vision).written(vision, hidden_size, norm_epsilon)
     match vision.kind:
         case "qwen3_vl":
-            return _qwen3_vl(vision, hidden_size)
+            return _qwen3_vl(config)
         case "gemma3":
-            return _gemma3(vision, hidden_size)
+            return _gemma3(config)
         case "mistral3":
-            return _mistral3(vision, hidden_size, norm_epsilon)
+            return _mistral3(config)
         case _:
             assert_never(vision.kind)
 
 
-def _gemma3(vision: VisionSection, hidden_size: int) -> Any:
+def _gemma3(fields: Mapping[str, Any]) -> Any:
     from transformers import Gemma3Config, SiglipVisionModel
     from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
-    side = math.isqrt(vision.num_positions)
-    tower = {
-        "model_type": "siglip_vision_model",
-        "num_hidden_layers": vision.num_layers,
-        "hidden_size": vision.hidden_size,
-        "hidden_act": vision.activation,
-        "intermediate_size": vision.ffn_hidden_size,
-        "num_attention_heads": vision.num_attention_heads,
-        "num_channels": vision.num_channels,
-        "image_size": side * vision.patch_size,
-        "patch_size": vision.patch_size,
-        "vision_use_head": False,
-    }
-    config = Gemma3Config(
-        text_config={"hidden_size": hidden_size, "num_attention_heads": 1},
-        vision_config=tower,
-        mm_tokens_per_image=(side // vision.merge_size) ** 2,
-    )
-    parts = {
-        "vision_tower": SiglipVisionModel(config.vision_config),
-        "multi_modal_projector": Gemma3MultiModalProjector(config),
-    }
-    return torch.nn.ModuleDict(parts)
+    config = Gemma3Config(**fields)
+    tower, projector = SiglipVisionModel(config.vision_config), Gemma3MultiModalProjector(config)
+    return torch.nn.ModuleDict({"vision_tower": tower, "multi_modal_projector": projector})
 
 
-def _mistral3(vision: VisionSection, hidden_size: int, norm_epsilon: float) -> Any:
+def _mistral3(fields: Mapping[str, Any]) -> Any:
     from transformers import Mistral3Config, PixtralVisionModel
     from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
-    tower = {
-        "model_type": "pixtral",
-        "num_hidden_layers": vision.num_layers,
-        "hidden_size": vision.hidden_size,
-        "hidden_act": vision.activation,
-        "intermediate_size": vision.ffn_hidden_size,
-        "num_attention_heads": vision.num_attention_heads,
-        "num_channels": vision.num_channels,
-        "patch_size": vision.patch_size,
-    }
-    text = {"model_type": "mistral", "hidden_size": hidden_size, "rms_norm_eps": norm_epsilon}
-    config = Mistral3Config(text_config=text, vision_config=tower, spatial_merge_size=vision.merge_size)
-    parts = {
-        "vision_tower": PixtralVisionModel(config.vision_config),
-        "multi_modal_projector": Mistral3MultiModalProjector(config),
-    }
-    return torch.nn.ModuleDict(parts)
+    config = Mistral3Config(**fields)
+    tower, projector = PixtralVisionModel(config.vision_config), Mistral3MultiModalProjector(config)
+    return torch.nn.ModuleDict({"vision_tower": tower, "multi_modal_projector": projector})
 
 
-def _qwen3_vl(vision: VisionSection, hidden_size: int) -> Any:
+def _qwen3_vl(fields: Mapping[str, Any]) -> Any:
     from transformers import Qwen3VLVisionConfig, Qwen3VLVisionModel
 
-    return Qwen3VLVisionModel(
-        Qwen3VLVisionConfig(
-            depth=vision.num_layers,
-            hidden_size=vision.hidden_size,
-            hidden_act=vision.activation,
-            intermediate_size=vision.ffn_hidden_size,
-            num_heads=vision.num_attention_heads,
-            in_channels=vision.num_channels,
-            patch_size=vision.patch_size,
-            spatial_merge_size=vision.merge_size,
-            temporal_patch_size=vision.frames_per_patch,
-            out_hidden_size=hidden_size,
-            num_position_embeddings=vision.num_positions,
-            deepstack_visual_indexes=list(vision.deepstack),
-        )
-    )
+    return Qwen3VLVisionModel(Qwen3VLVisionConfig(**fields["vision_config"]))
 
 
 def places_of(picture: Picture, vision: VisionSection) -> NDArray[np.int64]:
     """Returns the positions of an image's features in its row, [features]."""
     height, width = picture.rows // vision.merge_size, picture.columns // vision.merge_size
-    step = width + 1 if vision.kind == "mistral3" else width  # a token follows each row of features
+    step = width + description_of(vision).has_row_ends
     places: NDArray[np.int64] = picture.start + np.add.outer(step * np.arange(height), np.arange(width)).ravel()
     return places
 
