@@ -153,7 +153,7 @@ class Gemma3Tower(TowerDescription):
         ),
         ("multi_modal_projector.", ("multi_modal_projector.", "model.multi_modal_projector.")),
     )
-    bidirectional = True
+    bidirectional = "all"
     token_types = "token_type_ids"
     # transformers 5.24, processing_gemma3.py, Gemma3Processor.__init__
     around = ("boi", "\n\n{boi}{image}{eoi}\n\n")
@@ -249,7 +249,7 @@ class Gemma3Tower(TowerDescription):
         return square_patches(pixels, section.patch_size)
 
 
-_ROPE_BASE = {"rope_theta": 10000.0}
+_ROPE_BASE = 10000.0
 _PROJECTOR_OF_MISTRAL = {"projector_hidden_act": "gelu", "vision_feature_layer": -1, "multimodal_projector_bias": False}
 """Field -> the only value that is supported, which is the default."""
 
@@ -268,7 +268,7 @@ class Mistral3Tower(TowerDescription):
             "num_channels": ("num_channels", 3),
             "patch_size": ("patch_size", 16),
         },
-        {"attention_dropout": 0.0, **_ROPE_BASE},
+        {"attention_dropout": 0.0, "rope_theta": _ROPE_BASE},
         # transformers computes head_dim from the sizes, and rotates images of any size
         ("model_type", "image_size", "head_dim", "initializer_range", "rope_parameters"),
         activation=("hidden_act", "gelu"),
@@ -328,13 +328,7 @@ class Mistral3Tower(TowerDescription):
         return super().passing_patch_elements(section, is_half=False)  # rotation keeps the dtype
 
     def read(self, config: ConfigJson, sizes: Mapping[str, int], family: TrainedTower) -> dict[str, Any]:
-        rope = config.tower.get("rope_parameters")
-        # transformers reads the type "default" as "axial"
-        if rope not in (None, *({"rope_type": kind} | _ROPE_BASE for kind in ("axial", "default"))):
-            raise DataError(
-                f"config.json: {VISION}.rope_parameters={config.shown(rope)} is not supported in a vision tower, but "
-                f"{config.shown({'rope_type': 'axial'} | _ROPE_BASE)} is needed"
-            )
+        config.check_axial_rope(_ROPE_BASE)
         for field, needed in _PROJECTOR_OF_MISTRAL.items():
             value = config.model.get(field, needed)
             if value != needed or isinstance(value, bool) != isinstance(needed, bool):
@@ -359,10 +353,119 @@ class Mistral3Tower(TowerDescription):
         return square_patches(image.outputs["pixel_values"], section.patch_size)
 
 
+@final
+class Gemma4Tower(TowerDescription):
+    """Images of any size, whose tokens count like text and see each other both ways in layers with a window."""
+
+    name = "Gemma 4"
+    fields = Fields(
+        {
+            "num_hidden_layers": ("num_layers", 16),
+            "hidden_size": ("hidden_size", 768),
+            "intermediate_size": ("ffn_hidden_size", 3072),
+            "num_attention_heads": ("num_attention_heads", 12),
+            "patch_size": ("patch_size", 16),
+            "pooling_kernel_size": ("merge_size", 3),
+            "position_embedding_size": ("num_positions", 10240),
+        },
+        {"rms_norm_eps": 1e-6, "attention_dropout": 0.0},
+        (
+            *("model_type", "initializer_range", "rope_parameters", "head_dim", "num_key_value_heads", "standardize"),
+            *("default_output_length", "global_head_dim"),  # transformers 5 does not read these of published files
+        ),
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+    )
+    projector = ("embed_vision.",)
+    prefixes = tuple((part, (f"model.{part}",)) for part in ("vision_tower.", "embed_vision."))
+    bidirectional = "windowed"
+    token_types = "mm_token_type_ids"
+    is_gated = True
+    constants = ("vision_tower.std_bias", "vision_tower.std_scale")
+    # transformers 5.24, processing_gemma4.py, Gemma4Processor.replace_image_token
+    around = ("image", "{boi}{image}{eoi}")
+
+    def broken_rules(self, section: VisionSection) -> Iterator[str]:
+        yield from uneven_heads(section)
+        yield from without_axes(section)
+        if section.num_channels != 3:
+            yield f"num_channels={section.num_channels} must be 3 for kind=gemma4; change it"
+
+    def shapes(self, section: VisionSection, hidden_size: int) -> dict[str, Sizes]:
+        width, wide, tower = section.hidden_size, section.ffn_hidden_size, "vision_tower."
+        head_dim = width // section.num_attention_heads
+        shapes: dict[str, Sizes] = dict.fromkeys(self.constants if section.standardize else (), (width,))
+        shapes |= {
+            f"{tower}patch_embedder.position_embedding_table": (2, section.num_positions, width),
+            f"{tower}patch_embedder.input_proj.weight": (width, section.patch_elements),
+        }
+        for layer in range(section.num_layers):
+            block = f"{tower}encoder.layers.{layer}."
+            shapes |= {f"{block}self_attn.{name}_proj.linear.weight": (width, width) for name in "qkvo"}
+            shapes |= {f"{block}self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+            shapes |= {f"{block}mlp.{name}_proj.linear.weight": (wide, width) for name in ("gate", "up")}
+            shapes[f"{block}mlp.down_proj.linear.weight"] = (width, wide)
+            for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+                shapes[f"{block}{place}_layernorm.weight"] = (width,)
+        return shapes | {"embed_vision.embedding_projection.weight": (hidden_size, width)}
+
+    def projections(self, section: VisionSection, hidden_size: int) -> list[tuple[int, int]]:
+        return [(hidden_size, section.hidden_size)]
+
+    def kept_layer_elements(self, section: VisionSection, is_half: bool) -> int:
+        # in float32: of each of four norms its input and the product before its weight, and as much for the norms of
+        # queries, keys and values, without one input; inputs of two projections, queries, keys, values and the output
+        # of attention; a gate, its activation, and inputs of two products
+        return (32 if is_half else 19) * section.hidden_size + 4 * section.ffn_hidden_size
+
+    def kept_projector_elements(self, section: VisionSection, hidden_size: int) -> int:
+        return 0 if section.freeze_projector else section.hidden_size // section.patches_per_feature
+
+    def kept_around_layers(self, section: VisionSection, is_half: bool) -> int:
+        # the input of the projector's norm, in float32
+        return (1 + is_half) * section.hidden_size // section.patches_per_feature
+
+    def passing_patch_elements(self, section: VisionSection, is_half: bool) -> int:
+        return super().passing_patch_elements(section, is_half=False)  # rotation keeps the dtype
+
+    def read(self, config: ConfigJson, sizes: Mapping[str, int], family: TrainedTower) -> dict[str, Any]:
+        config.check_axial_rope(100.0)
+        heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
+        if (number := config.needed(config.tower, "num_key_value_heads", int, 12)) != heads:
+            raise config.unsupported(f"{VISION}.num_key_value_heads", number, f"num_attention_heads={heads}")
+        if (size := config.needed(config.tower, "head_dim", int, 64)) * heads != width:
+            raise config.unsupported(f"{VISION}.head_dim", size, f"hidden_size / num_attention_heads={width / heads:g}")
+        if (seen := config.text.get("use_bidirectional_attention")) != "vision":
+            raise config.unsupported("use_bidirectional_attention", seen, "'vision' with model.vision")
+        return {
+            "frames_per_patch": 1,
+            "standardize": config.needed(config.tower, "standardize", bool, False),
+            "image_token": config.needed(config.model, "image_token_id", int, family.image_token),
+        }
+
+    def written(self, section: VisionSection, hidden_size: int, norm_epsilon: float) -> dict[str, Any]:
+        heads = section.num_attention_heads
+        of_heads = {"num_key_value_heads": heads, "head_dim": section.hidden_size // heads}
+        more = {"model_type": "gemma4_vision", "standardize": section.standardize, **of_heads}
+        return {"text_config": {"hidden_size": hidden_size}, VISION: self.vision_config(section) | more}
+
+    def patches(self, section: VisionSection, image: ProcessedImage) -> tuple[Any, tuple[int, int, int]]:
+        (pixels,), (positions,) = image.outputs["pixel_values"], image.outputs["image_position_ids"]
+        size, merge_size = pixels.shape[-1], getattr(image.processor, "pooling_kernel_size", None)
+        if merge_size != section.merge_size or size != section.patch_elements:
+            raise DataError(
+                f"becomes patches of {size} numbers (pooling_kernel_size={merge_size}) with {image.source}, but "
+                f"model.vision needs {section.patch_elements} (pooling_kernel_size={section.merge_size}); set "
+                "data.tokenizer to the folder of the model"
+            )
+        columns, rows = (positions.max(axis=0) + 1).tolist()  # padding, after the patches, is -1
+        return pixels[: rows * columns], (1, rows, columns)
+
+
 TOWERS: dict[TowerKind, TowerDescription] = {
     "qwen3_vl": Qwen3VlTower(),
     "gemma3": Gemma3Tower(),
     "mistral3": Mistral3Tower(),
+    "gemma4": Gemma4Tower(),
 }
 
 

@@ -225,7 +225,7 @@ class ImageProcessor:
         """Returns the smallest and the largest area of a resized image, under the names that transformers uses."""
         sizes = {}
         for name, limit in self._limits.items():
-            default = dict(processor.size).get(name)
+            default = dict(processor.size or {}).get(name)
             if default is None:
                 raise DataError(
                     f"{type(processor).__name__} has no limits on pixels; remove data.images.min_pixels and max_pixels"

@@ -24,6 +24,13 @@ GEMMA3: dict[str, Any] = {name: value for name, value in VISION.items() if name 
     "frames_per_patch": 1,
 }
 MISTRAL3: dict[str, Any] = GEMMA3 | {"kind": "mistral3", "num_positions": 1, "activation": "silu"}
+GEMMA4: dict[str, Any] = GEMMA3 | {"kind": "gemma4"}
+WIDE_HEADS: dict[str, Any] = {
+    "model__global_attention": {"head_dim": 16, "num_query_groups": 2},
+    "model__sliding_window": 8,
+    "model__global_attention_every": 2,
+    "model__rope": {"base": 3000.0, "local_base": 100.0},
+}
 TRAINED = {"freeze_tower": False}
 ALONE = {"freeze_language_model": True}
 BALANCED = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "expert_bias": True, "bias_update_rate": 0.001}
@@ -62,19 +69,13 @@ UNABLE_WITH_GEMMA3: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mtp_depths=1": ({"model__mtp_depths": 1}, {}),
     "layout.cp_comm=ring": ({"layout__cp": 2, "layout__cp_comm": "ring"}, {}),
     "delta_net": ({"model__delta_net": NETS}, {}),
-    "global_attention cannot": (
-        {
-            "model__global_attention": {"head_dim": 16, "num_query_groups": 2},
-            "model__sliding_window": 8,
-            "model__global_attention_every": 2,
-        },
-        {},
-    ),
+    "global_attention cannot": (WIDE_HEADS, {}),
     "frames_per_patch=2": ({}, {"frames_per_patch": 2}),
     "rope_sections=[2, 1, 1]": ({}, {"rope_sections": (2, 1, 1)}),
     "deepstack=[0]": ({}, {"deepstack": (0,)}),
     "hidden_size=17": ({}, {"hidden_size": 17}),
     "merge_size=3": ({}, {"merge_size": 3}),
+    "standardize=true": ({}, {"standardize": True}),
 }
 
 
@@ -135,4 +136,24 @@ def test_gemma_3_has_windows() -> None:
 def test_what_does_not_run_with_images_that_see_themselves_is_refused_by_name(tmp_path: Any, name: str) -> None:
     changes, vision = UNABLE_WITH_GEMMA3[name]
     (found,) = [line for line in messages(tmp_path, model__vision=GEMMA3 | vision, **changes) if name in line]
+    check_message(found)
+
+
+@pytest.mark.parametrize(
+    ("named", "changes", "vision"),
+    [
+        ("needs global_attention", {"model__global_attention": None}, {}),
+        ("images whose tokens see", {"layout__cp": 2, "layout__cp_comm": "ring"}, {}),
+        ("rope_sections=[2, 1, 1]", {}, {"rope_sections": (2, 1, 1)}),
+        ("hidden_size=12", {}, {"hidden_size": 12}),
+        ("num_channels=1", {}, {"num_channels": 1}),
+    ],
+)
+def test_what_does_not_run_with_gemma_4_is_refused_by_name(
+    tmp_path: Any, named: str, changes: dict[str, Any], vision: dict[str, Any]
+) -> None:
+    assert config(model__vision=GEMMA4 | {"standardize": True}, **WIDE_HEADS).model.has_bidirectional_images
+    (found,) = [
+        line for line in messages(tmp_path, model__vision=GEMMA4 | vision, **WIDE_HEADS | changes) if named in line
+    ]
     check_message(found)

@@ -23,11 +23,12 @@ from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.schema.description import described_model, with_architecture
 from mtrain.hf.schema.registry import fitting_family
 from tests.hf import hf_ranks
-from tests.hf.folders import content_of
+from tests.hf.folders import content_of, save
 from tests.messages import refuses
 from tests.parity import image_ranks
 from tests.parity.batches import BATCH, SEQ
-from tests.parity.images import MIXED, Kind, drawn, model_of
+from tests.parity.image_models import KINDS, Kind
+from tests.parity.images import MIXED, drawn, model_of
 from tests.pool import Pool
 
 TRAINED = {"freeze_tower": False, "freeze_projector": False}
@@ -103,7 +104,7 @@ def test_a_run_changes_what_it_trains(freezes: bool, folder: Path, pool: Pool, t
     transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
 
 
-@pytest.mark.parametrize("kind", ["ahead", "experts", "deepstack", "deepstack experts", "gemma3", "mistral3"])
+@pytest.mark.parametrize("kind", [each for each in KINDS if each not in ("dense", "ahead experts")])
 def test_an_import_with_the_tower_comes_back_byte_for_byte(kind: Kind, tmp_path: Path) -> None:
     folder = saved(kind, tmp_path / "theirs")
     import_hf(folder, tmp_path / "ours", None, num_workers=1, depths=int(kind == "ahead"), with_vision=True)
@@ -172,6 +173,45 @@ def test_a_tower_of_gemma_3_that_differs_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("changes", "text", "facts"),
+    [
+        ({"use_clipped_linears": True}, {}, ("use_clipped_linears=True",)),
+        ({"head_dim": 4}, {}, ("head_dim=4", "num_attention_heads=8")),
+        ({"num_key_value_heads": 1}, {}, ("num_key_value_heads=1", "num_attention_heads=2")),
+        ({"rms_norm_eps": 1e-5}, {}, ("rms_norm_eps=1e-05",)),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": 5.0}}, {}, ("rope_parameters", "100.0")),
+        ({}, {"use_bidirectional_attention": None}, ("use_bidirectional_attention=None", "vision")),
+    ],
+)
+def test_a_tower_of_gemma_4_that_differs_is_refused(
+    changes: dict[str, Any], text: dict[str, Any], facts: tuple[str, ...], tmp_path: Path
+) -> None:
+    described = json.loads(model_of("gemma4").config.to_json_string(use_diff=False))
+    described["vision_config"] |= changes
+    described["text_config"] |= text
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert described_model(tmp_path).vision is None, "text alone does not need it"
+    with refuses(DataError, *facts):
+        described_model(tmp_path, with_vision=True)
+
+
+def test_sound_of_gemma_4_is_copied_beside_a_tower_that_is_read(tmp_path: Path) -> None:
+    content = content_of("gemma4-images")
+    content["text_config"]["use_bidirectional_attention"] = "vision"
+    content["image_token_id"] = 50
+    known = transformers.Gemma4VisionConfig().to_dict()
+    content["vision_config"] = {name: value for name, value in content["vision_config"].items() if name in known}
+    save("gemma4-images", tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(content))
+    import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1, with_vision=True)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    before, after = state_of(tmp_path / "theirs"), state_of(tmp_path / "back")
+    assert any("audio_tower" in name for name in before)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
     ("changes", "facts"),
     [
         ({"deepstack_visual_indexes": [1]}, ("deepstack_visual_indexes",)),
@@ -233,7 +273,7 @@ def test_a_tower_of_mistral_that_transformers_would_compute_otherwise_is_refused
         described_model(tmp_path, with_vision=True)
 
 
-@pytest.mark.parametrize("name", ["kimi-k2.5", "qwen3", "gemma4-images"])
+@pytest.mark.parametrize("name", ["kimi-k2.5", "qwen3"])
 def test_a_model_whose_tower_cannot_be_trained_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content_of(name)))
     with refuses(DataError, "model.vision", str(content_of(name)["model_type"])):

@@ -19,10 +19,17 @@ from mtrain.core.step.step import TrainingStep
 from mtrain.training.resume import initialize
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, Outcome, own_microbatches, run_step, train
-from tests.verify.planted.image_faults import IMAGE_PLANTS, NO_ZEROS, ONLY_THE_PAST, POSITIONS_IN_SLICES
+from tests.verify.planted.image_faults import (
+    AHEAD_IN_WIDE_LAYERS,
+    IMAGE_PLANTS,
+    NO_ZEROS,
+    ONLY_THE_PAST,
+    POSITIONS_IN_SLICES,
+)
 
 FAULTS = {
     **IMAGE_PLANTS,
+    "images-see-ahead-in-wide-layers": AHEAD_IN_WIDE_LAYERS,
     "images-see-only-the-past": ONLY_THE_PAST,
     "no-zeros": NO_ZEROS,
     "positions-counted-in-slices": POSITIONS_IN_SLICES,

@@ -18,7 +18,7 @@ from mtrain.plan.search.cost import Workload, step_cost
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster, gpu_named
 from mtrain.plan.search.search import search
 from tests.config.samples import config
-from tests.config.test_vision import MISTRAL3, VISION
+from tests.config.test_vision import GEMMA4, MISTRAL3, VISION
 from tests.parity.images import Picture, drawn
 from tests.plan.allocations import Allocations
 from tests.plan.memory_ranks import measured_with
@@ -86,14 +86,17 @@ def test_a_stage_holds_the_features_that_it_passes_on(pool: Pool) -> None:
     assert ahead.forward_backward_bytes - without.forward_backward_bytes >= estimates[1] - estimates[0]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3"])
+KINDS: dict[str, dict[str, Any]] = {"qwen3_vl": VISION, "mistral3": MISTRAL3, "gemma4": GEMMA4 | {"standardize": True}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_patch_takes_what_transformers_saves_for_it(seed: int, kind: str) -> None:
     draw = random.Random(seed)
     num_layers, heads, head_dim = draw.randint(1, 4), draw.randint(2, 4), draw.choice((48, 64))
     layers = sorted(draw.sample(range(num_layers - 1), draw.randint(0, num_layers - 1)))
     section = VisionSection.model_validate(
-        (MISTRAL3 if kind == "mistral3" else VISION)
+        KINDS[kind]
         | {
             "num_layers": num_layers,
             "hidden_size": heads * head_dim,
@@ -114,11 +117,13 @@ def test_a_patch_takes_what_transformers_saves_for_it(seed: int, kind: str) -> N
     )
     # both cosines in float32; statistics of norms and attention, and weights of positions; a mask of each image
     mask = (96**2 + 64**2) / 160 * dtype.itemsize if kind == "mistral3" else 0
+    if kind == "gemma4":  # weights of averages, statistics of norms of heads, and weights of norms in float32
+        mask += 4 * 24 + num_layers * (28 * heads + (24 * section.hidden_size / 160 if is_half else 0))
     assert 0 <= uncounted <= 2 * head_dim * 4 + 40 * (num_layers + 2) + mask
     tower.requires_grad_(False)
     with Allocations() as passing:
         tower(*inputs(section))
-    num_passing = 96 if kind == "mistral3" else 160  # which has one image at a time
+    num_passing = 160 if kind == "qwen3_vl" else 96  # others have one image at a time
     expected = num_passing * description.passing_patch_elements(section, is_half) * dtype.itemsize
     assert passing.peak == pytest.approx(expected, rel=0.25)
 

@@ -240,7 +240,7 @@ class ModelSection(Section):
     @property
     def has_bidirectional_images(self) -> bool:
         """Whether tokens of an image see each other both ways."""
-        return self.vision is not None and description_of(self.vision).bidirectional
+        return self.vision is not None and description_of(self.vision).bidirectional is not None
 
     @property
     def has_frozen_language_model(self) -> bool:
@@ -303,7 +303,15 @@ class ModelSection(Section):
         yield from megatron_fields.broken_rules(self.megatron)
 
     def _broken_rules_with_images(self, vision: VisionSection) -> Iterator[str]:
-        yield from (f"vision.{rule}" for rule in description_of(vision).broken_rules(vision))
+        tower = description_of(vision)
+        yield from (f"vision.{rule}" for rule in tower.broken_rules(vision))
+        if vision.standardize and not tower.constants:
+            yield f"vision.standardize=true has no meaning for kind={vision.kind}; remove it"
+        if tower.bidirectional == "windowed" and self.global_attention is None:
+            yield (
+                f"vision.kind={vision.kind} needs global_attention, the heads of layers without a window, in which "
+                "images see only the past; set it"
+            )
         if vision.rope_sections is not None and sum(vision.rope_sections) != self.rotary_size // 2:
             yield (
                 f"vision.rope_sections={list(vision.rope_sections)} add up to {sum(vision.rope_sections)} pairs, but "
@@ -325,7 +333,7 @@ class ModelSection(Section):
             "mla": self.mla is not None,
             "sliding_window": self.sliding_window is not None and vision.rope_sections is not None,
             "delta_net": self.delta_net is not None and self.has_bidirectional_images,
-            "global_attention": self.global_attention is not None and self.has_bidirectional_images,
+            "global_attention": self.global_attention is not None and tower.bidirectional == "all",
             "layer_pattern": self.layer_pattern is not None,
             "rope.attention_temperature": self.rope.attention_temperature > 0 and vision.rope_sections is not None,
         }

@@ -20,7 +20,7 @@ from mtrain.config.schema.section import Section
 
 VISION = "vision_config"
 """Field of config.json that describes the tower."""
-TowerKind = Literal["qwen3_vl", "gemma3", "mistral3"]
+TowerKind = Literal["qwen3_vl", "gemma3", "mistral3", "gemma4"]
 
 
 class VisionSection(Section):
@@ -30,7 +30,8 @@ class VisionSection(Section):
     kind: TowerKind = "qwen3_vl"
     """Tower and projector. qwen3_vl: those of Qwen3-VL and Qwen3.5, for images of any size; tokens have positions of
     time, height and width. gemma3: SigLIP and averages of patches, for images of one size, whose tokens see each other
-    both ways. mistral3: Pixtral and the projector of Mistral 3, for images of any size; tokens count like text."""
+    both ways. mistral3: Pixtral and the projector of Mistral 3, for images of any size; tokens count like text. gemma4:
+    averages of patches of images of any size, whose tokens see each other both ways in layers with a window."""
     num_layers: Annotated[int, bounds.LAYERS] = Field(gt=0)
     """Number of layers of the tower."""
     hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
@@ -49,15 +50,18 @@ class VisionSection(Section):
     """Number m: m x m neighbouring patches become one feature."""
     num_positions: Annotated[int, bounds.POSITIONS] = Field(gt=0)
     """Number of rows in the table of positions, a square grid. qwen3_vl interpolates it for each image; gemma3 resizes
-    each image to it; mistral3 has no table, hence 1."""
+    each image to it; mistral3 has no table, hence 1; gemma4 has one for rows and one for columns of an image."""
     activation: Literal["gelu", "gelu_pytorch_tanh", "silu"] = "gelu_pytorch_tanh"
     """Activation of the tower's feed-forward part."""
     rope_sections: tuple[int, int, int] | None = None
     """Numbers of pairs of a head in the language model that rotate with time, height and width; the axes alternate.
-    null, for gemma3 and mistral3: an image's tokens count like text."""
+    null, for all but qwen3_vl: an image's tokens count like text."""
     deepstack: tuple[int, ...] = ()
     """Layers of the tower, counted from 0 and ascending, whose merged outputs are added to the hidden states of image
     tokens after the first layers of the language model, one after each (DeepStack); empty: none."""
+    standardize: bool = False
+    """Whether the features before the projector are shifted and scaled by fixed numbers (std_bias, std_scale), which
+    the folder of the model has and which are never trained; gemma4."""
     image_token: int = Field(ge=0)
     """Id of the token whose embedding is replaced by a feature."""
     freeze_tower: bool = True
@@ -114,6 +118,15 @@ class ConfigJson(NamedTuple):
     shown: Callable[[object], str]
     """Formats a value for a message."""
 
+    def check_axial_rope(self, base: float) -> None:
+        """Refuses other rotary parameters of the tower; transformers reads the type "default" as "axial"."""
+        rope, needed = self.tower.get("rope_parameters"), {"rope_type": "axial", "rope_theta": base}
+        if rope not in (None, needed, needed | {"rope_type": "default"}):
+            raise DataError(
+                f"config.json: {VISION}.rope_parameters={self.shown(rope)} is not supported in a vision tower, but "
+                f"{self.shown(needed)} is needed"
+            )
+
     def unsupported(self, field: str, value: object, needed: object) -> DataError:
         return DataError(f"config.json: {field}={self.shown(value)} is not supported, but {needed} is needed")
 
@@ -156,8 +169,10 @@ class TowerDescription(ABC):
     prefixes: tuple[tuple[str, tuple[str, ...]], ...]
     """Prefixes of the names of its tensors in our tower, each with those that files have, the usual one first and that
     of transformers 5 in memory last."""
-    bidirectional = False
-    """Whether tokens of an image see each other both ways, in all layers."""
+    bidirectional: Literal["all", "windowed"] | None = None
+    """Layers in which tokens of an image see each other both ways: all, or those with a window."""
+    constants: tuple[str, ...] = ()
+    """Tensors that are never trained."""
     token_types: str | None = None
     """Argument of transformers' model that marks tokens of images."""
     has_row_ends = False
@@ -206,7 +221,8 @@ class TowerDescription(ABC):
 
     def is_trained(self, name: str, section: VisionSection) -> bool:
         """Says whether a parameter is trained."""
-        return not (section.freeze_projector if name.startswith(self.projector) else section.freeze_tower)
+        is_frozen = section.freeze_projector if name.startswith(self.projector) else section.freeze_tower
+        return not is_frozen and name not in self.constants
 
     def layer_matrices(self, section: VisionSection) -> list[tuple[int, int]]:
         """Returns the rows and columns of each matrix of a layer."""

@@ -232,6 +232,8 @@ def built_tower(section: VisionSection, hidden_size: int, norm_epsilon: float) -
                     tower = _Gemma3(section, config)
                 case "mistral3":
                     tower = _Mistral3(section, config)
+                case "gemma4":
+                    tower = _Gemma4(config)
                 case _:
                     assert_never(section.kind)
     except ImportError as fault:
@@ -316,4 +318,33 @@ class _Mistral3(nn.Module):
             sizes = [(rows * height, columns * width)]
             hidden = self.vision_tower(pixel_values=image[None], image_sizes=sizes).last_hidden_state
             features.append(self.multi_modal_projector(hidden.squeeze(0), sizes))
+        return TowerOutput(torch.cat(features))
+
+
+class _Gemma4(nn.Module):
+    """The tower of Gemma 4 and its projection, both modules of transformers."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__()
+        from transformers.models.gemma4.configuration_gemma4 import Gemma4Config
+        from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder, Gemma4VisionModel
+
+        config = Gemma4Config(**fields)
+        self.vision_tower = _built(Gemma4VisionModel, config.vision_config)
+        self.embed_vision = Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
+        nn.init.ones_(self.vision_tower.patch_embedder.position_embedding_table)
+        if config.vision_config.standardize:  # buffers there; as parameters they are saved like all other weights
+            for name, value in (("std_bias", 0.0), ("std_scale", 1.0)):
+                shape = self.vision_tower._buffers.pop(name).shape
+                setattr(self.vision_tower, name, nn.Parameter(torch.full(shape, value), requires_grad=False))
+
+    def forward(self, pixels: Tensor, grid_thw: Tensor) -> TowerOutput:
+        """Returns the features of images from their patches, [patches, elements], row by row."""
+        features = []
+        # one image at a time, since transformers would pad each to the largest
+        for patches, (_, _, columns) in zip(torch.split(pixels, grid_thw.prod(dim=1).tolist()), grid_thw.tolist()):
+            numbers = torch.arange(len(patches), device=pixels.device)
+            positions = torch.stack((numbers % columns, numbers // columns), dim=-1)
+            hidden = self.vision_tower(pixel_values=patches[None], pixel_position_ids=positions[None])
+            features.append(self.embed_vision(hidden.last_hidden_state))
         return TowerOutput(torch.cat(features))

@@ -65,7 +65,7 @@ _MOST_WIDE = 2**24
 """Limit on float64 logits at a time: 128 MiB, and as much again for each temporary."""
 
 
-_OF_IMAGES = ("pixel_values", "image_grid_thw", "image_sizes")
+_OF_IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
 """Outputs of image processors that models of transformers take."""
 
 

@@ -26,8 +26,9 @@ from mtrain.training.references import named_reference
 from tests.messages import refuses
 from tests.parity.batches import BATCH, SEQ
 from tests.parity.compare import TOLERANCE, relative
+from tests.parity.image_models import KINDS, Kind
 from tests.parity.image_ranks import loss_after
-from tests.parity.images import KINDS, SQUARES, Kind, Picture, differentiated_batch, drawn, model_of
+from tests.parity.images import SQUARES, Picture, differentiated_batch, drawn, model_of
 from tests.parity.models.test_images import PROJECTOR, TRAINED
 from tests.pool import Pool
 

@@ -24,7 +24,8 @@ from tests.parity.batches import SEQ, two_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import initial_parameters, tensor_deviation
 from tests.parity.expert_models import MIXTRAL, with_experts
-from tests.parity.images import MIXED, Kind, initial, knobs
+from tests.parity.image_models import Kind
+from tests.parity.images import MIXED, initial, knobs
 from tests.parity.images import drawn as drawn_with_images
 from tests.parity.layouts.test_packing import PACKED
 from tests.parity.layouts.test_packing import steps as packed_steps

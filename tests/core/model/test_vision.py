@@ -57,6 +57,9 @@ MISTRAL3 = VisionSection.model_validate(
 )
 
 
+GEMMA4 = MISTRAL3.model_copy(update={"kind": "gemma4", "num_positions": 9, "standardize": True})
+
+
 def test_norms_of_mistral_3_begin_at_one() -> None:
     tower = built_tower(MISTRAL3, 32, 1e-5)
     assert description_of(MISTRAL3).shapes(MISTRAL3, 32) == {
@@ -67,7 +70,7 @@ def test_norms_of_mistral_3_begin_at_one() -> None:
     assert all(torch.equal(each, torch.ones_like(each)) for each in norms)
 
 
-@pytest.mark.parametrize("vision", [VISION, GEMMA3, MISTRAL3], ids=lambda each: each.kind)
+@pytest.mark.parametrize("vision", [VISION, GEMMA3, MISTRAL3, GEMMA4], ids=lambda each: each.kind)
 def test_shapes_are_those_of_the_tower_of_transformers(vision: VisionSection) -> None:
     tower = built_tower(vision, 32, 1e-5)
     assert description_of(vision).shapes(vision, 32) == {
@@ -79,7 +82,7 @@ def test_shapes_are_those_of_the_tower_of_transformers(vision: VisionSection) ->
     assert num_frozen_parameters(vision, 32) - num_frozen_parameters(learns, 32) == sum(
         each.numel()
         for name, each in tower.named_parameters()
-        if name.startswith(("merger.", "multi_modal_projector."))
+        if name.startswith(("merger.", "multi_modal_projector.", "embed_vision."))
     )
     scales = {name: each for name, each in tower.named_parameters() if "norm" in name and name.endswith("weight")}
     assert scales

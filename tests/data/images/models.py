@@ -12,13 +12,16 @@ from tokenizers import Tokenizer
 
 from tests.data.images.cases import VISION_TOKENS, picture, write_vision_folder
 from tests.data.images.test_gemma3 import TOKENS, write_gemma3
+from tests.data.images.test_gemma4 import IMAGE as GEMMA4_IMAGE
+from tests.data.images.test_gemma4 import write_gemma4
 from tests.data.images.test_mistral3 import IMAGE, write_mistral3
-from tests.parity.images import KINDS, Kind
+from tests.parity.image_models import KINDS, Kind
 
 ROLES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 _OTHERS: dict[Kind, tuple[Any, dict[str, str]]] = {
     "gemma3": (write_gemma3, {name.replace("_token", "_token_index"): text for name, text in TOKENS.items()}),
     "mistral3": (write_mistral3, {"image_token_id": IMAGE}),
+    "gemma4": (write_gemma4, {"image_token_id": GEMMA4_IMAGE}),
 }
 """Function that writes a folder, and tokens by role, of models other than Qwen's."""
 
@@ -33,6 +36,8 @@ def write_model(folder: Path, kind: Kind = "dense") -> Path:
     config.text_config.vocab_size = tokenizer.get_vocab_size() + 2
     for role, text in roles.items():
         setattr(config, role, tokenizer.token_to_id(text))
+    if kind == "gemma4":
+        config.vision_config.position_embedding_size = 280  # an image of 70 tokens may be a line of them
     torch.manual_seed(5)
     model = model_class(config)
     for name, parameter in model.named_parameters():

@@ -19,6 +19,7 @@ from tests.core.compiled import compiled_ranks
 from tests.core.engine.token_ranks import counted
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, Deviation, relative, worst
+from tests.parity.image_models import Kind
 from tests.parity.image_ranks import frequencies, refused_rate, train_both, train_by_place, train_with
 from tests.parity.images import (
     MIXED,
@@ -26,7 +27,6 @@ from tests.parity.images import (
     ONE_SQUARE,
     SQUARES,
     Exact,
-    Kind,
     Picture,
     differentiated,
     drawn,
@@ -177,24 +177,36 @@ def test_deeper_features_are_added_as_in_transformers(pool: Pool, each: Case, ch
     assert_exact(pool, each, kind="deepstack", **changes)
 
 
-GEMMA3_CASES: list[tuple[Case, dict[str, Any]]] = [
-    (case(4, num_layers=2, tp=2, sp=True, cp=2), {}),
-    (case(4, num_layers=2, cp=2, cp_comm="ulysses", pp=2), {}),
-    (case(num_layers=2, cp=4), PACKED),
+GEMMA_CASES: list[tuple[Case, Kind, dict[str, Any]]] = [
+    (case(4, num_layers=2, tp=2, sp=True, cp=2), "gemma3", {}),
+    (case(4, num_layers=2, cp=2, cp_comm="ulysses", pp=2), "gemma3", {}),
+    (case(num_layers=2, cp=4), "gemma3", PACKED),
+    (case(4, num_layers=4, tp=2, sp=True, cp=2), "gemma4", {}),
+    (case(4, num_layers=4, cp=2, cp_comm="ulysses", pp=2), "gemma4", {}),
+    (case(num_layers=4, cp=2, dp=2), "gemma4", PACKED),
+    (case(4, num_layers=2, tp=2, sp=True, ep=2), "gemma4 experts", {}),
 ]
 
 
-@pytest.mark.parametrize(("each", "changes"), GEMMA3_CASES, ids=[str(each) for each, _ in GEMMA3_CASES])
-def test_tokens_of_an_image_see_each_other_as_in_gemma_3(pool: Pool, each: Case, changes: dict[str, Any]) -> None:
-    assert_exact(pool, each, kind="gemma3", **changes)
+@pytest.mark.parametrize(
+    ("each", "kind", "changes"), GEMMA_CASES, ids=[f"{kind}-{'-'.join(each.layout)}" for each, kind, _ in GEMMA_CASES]
+)
+def test_tokens_of_an_image_see_each_other_as_in_gemma(
+    pool: Pool, each: Case, kind: Kind, changes: dict[str, Any]
+) -> None:
+    assert_exact(pool, each, kind, **changes)
 
 
-def test_images_that_see_only_the_past_are_found(pool: Pool) -> None:
-    each = case(4, num_layers=2, cp=2)
-    config = config_of(each, "gemma3", TRAINED)
-    fault = "images-see-only-the-past"
-    outcome = pool.run(train_with, each.resolved(config), fault, config, initial("gemma3"), steps("gemma3"))[0]
-    assert max(measured(outcome, reference("gemma3", tuple(TRAINED.items())), config)) > 100 * TOLERANCE
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("gemma3", "images-see-only-the-past"),
+        ("gemma4", "images-see-only-the-past"),
+        ("gemma4", "images-see-ahead-in-wide-layers"),
+    ],
+)
+def test_images_that_see_other_tokens_are_found(pool: Pool, kind: Kind, fault: str) -> None:
+    assert max(compared(pool, case(4, num_layers=2, cp=2), kind, TRAINED, fault)[1]) > 100 * TOLERANCE
 
 
 MISTRAL3_CASES = [case(4, num_layers=2), case(4, num_layers=2, tp=2, sp=True, cp=2), case(4, num_layers=2, pp=2, dp=2)]
@@ -292,6 +304,8 @@ _NAMES: dict[Kind, str] = {
     "deepstack experts": "Qwen3-VL with experts",
     "gemma3": "Gemma 3",
     "mistral3": "Ministral 3",
+    "gemma4": "Gemma 4",
+    "gemma4 experts": "Gemma 4 with experts",
 }
 TABLE: list[tuple[str, Case, Kind, dict[str, bool], dict[str, Any]]] = [
     *((_NAMES["dense"], each, "dense", TRAINED, {}) for each in CASES),
@@ -307,8 +321,8 @@ TABLE: list[tuple[str, Case, Kind, dict[str, bool], dict[str, Any]]] = [
     ),
     *((_NAMES["deepstack experts"], each, "deepstack experts", TRAINED, {}) for each in DEEP_EXPERT_CASES),
     *(
-        (f"{_NAMES['gemma3']}{', packed' if changes else ''}", each, "gemma3", TRAINED, changes)
-        for each, changes in GEMMA3_CASES
+        (f"{_NAMES[kind]}{', packed' if changes else ''}", each, kind, TRAINED, changes)
+        for each, kind, changes in GEMMA_CASES
     ),
     *((_NAMES["mistral3"], each, "mistral3", TRAINED, {}) for each in MISTRAL3_CASES),
     *(

@@ -20,7 +20,8 @@ from mtrain.hf.schema.peft import PeftTensor, tensors
 from mtrain.hf.schema.registry import family_of
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, relative, tensor_deviation, worst
-from tests.parity.images import Kind, differentiated_batch, groups_of, initial, knobs, model_of, ours_of
+from tests.parity.image_models import Kind
+from tests.parity.images import differentiated_batch, groups_of, initial, knobs, model_of, ours_of
 from tests.parity.models.test_images import (
     KEY_BIAS,
     PACKED,

@@ -22,7 +22,7 @@ from mtrain.training.sampling.params import SamplingParams
 from tests.data.images.cases import image_token, judge_of, picture
 from tests.data.images.models import loaded, write_model
 from tests.messages import check_message
-from tests.parity.images import Kind
+from tests.parity.image_models import Kind
 from tests.pool import Pool
 from tests.training.images import engine_ranks
 

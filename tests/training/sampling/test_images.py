@@ -31,7 +31,8 @@ from tests.data.images.cases import judge_of, picture
 from tests.data.images.models import loaded, write_model, write_records
 from tests.messages import refuses
 from tests.parity.cases import Case, case
-from tests.parity.images import SQUARES, Kind, Picture, drawn, initial, knobs, model_of, seen
+from tests.parity.image_models import Kind
+from tests.parity.images import SQUARES, Picture, drawn, initial, knobs, model_of, seen
 from tests.pool import Pool
 from tests.training.one_process import train_fresh
 from tests.training.sampling import image_ranks
@@ -97,6 +98,7 @@ LAYOUTS: list[tuple[Case, Kind, int]] = [
     (case(4, num_layers=2, dp=2, ep=2), "experts", 3),
     (case(4, num_layers=2, tp=2, sp=True, cp=2), "mistral3", 64),
     (case(4, num_layers=2, tp=2, sp=True, pp=2), "gemma3", 2),
+    (case(4, num_layers=4, tp=2, sp=True, cp=2), "gemma4", 64),
     (case(4, num_layers=3), "deepstack", 64),
     (case(4, num_layers=2, dp=2, ep=2), "deepstack experts", 64),
     (case(4, num_layers=2, dp=2, shard="weights"), "dense", 2),

@@ -16,7 +16,7 @@ from mtrain.verify.core.result import HfReport
 from mtrain.verify.hf import run_from_hf, verify_hf
 from mtrain.verify.parity import Request
 from tests.data.images.models import write_model, write_records
-from tests.parity.images import Kind
+from tests.parity.image_models import Kind
 from tests.verify.hf.waiting_ranks import run_with_fault_of_images
 from tests.verify.planted.image_faults import ON_OWN_DATA
 
@@ -58,8 +58,9 @@ def report_of(pool: Any, config: Config, layouts: str, fault: str | None = None)
         ("deepstack", {"freeze_projector": False}, {"seq_length": 40, "too_long": "split"}, "tp2sp"),
         ("mistral3", TRAINED, {"packing": {"batch": "sequences"}}, "cp2"),
         ("gemma3", {"freeze_projector": False}, {}, "pp2"),
+        ("gemma4", TRAINED, {"seq_length": 256}, "cp2"),
     ],
-    ids=["dense", "deepstack", "mistral3", "gemma3"],
+    ids=["dense", "deepstack", "mistral3", "gemma3", "gemma4"],
 )
 def test_steps_with_images_are_those_of_transformers(
     pool: Any, tmp_path: Path, kind: Kind, vision: dict[str, bool], data: dict[str, Any], layouts: str

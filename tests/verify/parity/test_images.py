@@ -9,7 +9,7 @@ import pytest
 from mtrain.config import Config
 from mtrain.verify.core.ranks import Pool
 from tests.config.samples import config
-from tests.config.test_vision import GEMMA3, MISTRAL3, VISION
+from tests.config.test_vision import GEMMA3, GEMMA4, MISTRAL3, VISION, WIDE_HEADS
 from tests.fault_table import Notice
 from tests.verify.parity.checks import check
 
@@ -59,16 +59,19 @@ def test_images_are_exact(pool: Pool, vision: dict[str, Any], changes: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("changes", "layouts"),
+    ("vision", "changes", "layouts"),
     [
-        (PACKED, "tp2spcp2mbs1"),
-        ({}, "cp2ulyssesmbs2,pp2mbs2"),
+        (GEMMA3, PACKED, "tp2spcp2mbs1"),
+        (GEMMA3, {}, "cp2ulyssesmbs2,pp2mbs2"),
+        (GEMMA4 | {"standardize": True}, WIDE_HEADS | PACKED, "tp2spcp2mbs1"),
     ],
-    ids=["packed", "whole rows"],
+    ids=["packed", "whole rows", "gemma4"],
 )
-def test_images_whose_tokens_see_each_other_are_exact(pool: Pool, changes: dict[str, Any], layouts: str) -> None:
+def test_images_whose_tokens_see_each_other_are_exact(
+    pool: Pool, vision: dict[str, Any], changes: dict[str, Any], layouts: str
+) -> None:
     windows = {"model__sliding_window": 7, "model__global_attention_every": 2}
-    settings = config(model__num_layers=2, model__vision=GEMMA3 | TRAINED, **windows, **changes)
+    settings = config(model__num_layers=2, model__vision=vision | TRAINED, **windows | changes)
     report = check(pool, settings, layouts, num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     assert any(name.startswith("vision.vision_tower.") for name in report.tensors)

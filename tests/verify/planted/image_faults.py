@@ -13,6 +13,8 @@ from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals, StepSums
 from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.layers import language_model, vision
+from mtrain.core.layers.attention import core_attention
+from mtrain.core.layers.attention.key_set import key_set
 from mtrain.core.layers.attention.rotary import Rotary, ThreeAxesRotary
 from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.vision import VisionTower
@@ -166,4 +168,6 @@ POSITIONS_IN_SLICES = replacing(ThreeAxesRotary, "forward", _by_slice)
 NO_ZEROS = replacing(VisionTower, "_connected", lambda self, values: values)
 """Ranks without images give the tower no gradient, and others wait for it."""
 ONLY_THE_PAST = replacing(language_model, "with_image_ends", lambda starts, ends: starts)
-"""Tokens of an image do not see its later ones, as in Gemma 3."""
+"""Tokens of an image do not see its later ones, as in Gemma."""
+AHEAD_IN_WIDE_LAYERS = replacing(core_attention, "key_set", lambda starts, window, _: key_set(starts, window))
+"""Tokens of an image see its later ones in layers without a window as well, unlike in Gemma 4."""

@@ -50,6 +50,8 @@ class RowAttention(DividedModule, Remembering):
     """Attention sinks, [heads_local]; None without sinks."""
     cached: Cached | None = None
     """Key source during generation, else None."""
+    sees_ahead = True
+    """Whether tokens of an image see each other both ways, if they do in any layer of the model."""
 
     def __init__(
         self,
@@ -212,7 +214,7 @@ class CoreAttention(RowAttention):
         # megatron-core's packing cuts rows at documents, so the contents of a rank would depend on cp
         assert packed_seq_params is None
         key, value = self.source.heads(key, value)
-        return self.attend(query, key, value, key_set(attention_mask, self.window))
+        return self.attend(query, key, value, key_set(attention_mask, self.window, self.sees_ahead))
 
 
 def with_sink_keys(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:

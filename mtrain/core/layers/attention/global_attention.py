@@ -54,6 +54,7 @@ class GlobalAttention(RotatingAttention):
         super().__init__(layer_config, submodules, layer_number, **options)
         # renamed by its content, since adapters, Muon and checkpoints identify modules by name
         self.linear_qk = self._modules.pop("linear_qkv")
+        self.core_attention.sees_ahead = False  # images see later tokens only in layers with a window
         self._normalises_values = normalises_values
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:

@@ -91,22 +91,26 @@ def with_image_ends(document_starts: Tensor | None, ends: Tensor | None) -> Tens
     return torch.stack((torch.zeros_like(ends) if document_starts is None else document_starts, ends))
 
 
-def key_set(document_starts: Tensor | None, window: int | None) -> KeySet:
+def key_set(document_starts: Tensor | None, window: int | None, sees_ahead: bool = True) -> KeySet:
     """Returns the keys that the queries of a microbatch see in layers with this window.
 
-    `document_starts` is a result of `with_image_ends`.
+    Args:
+        document_starts: Result of `with_image_ends`.
+        window: See `KeySet`.
+        sees_ahead: Whether tokens of images see later ones, if `document_starts` tells where images end.
     """
     if document_starts is None:
         return KeySet(window=window)
     # cached on the tensor itself, which all layers receive and which lives as long as the microbatch; on the host,
     # since documents determine shapes, for which the host would otherwise wait for a GPU
-    known: dict[int | None, KeySet] | None = getattr(document_starts, "known_key_sets", None)
+    known: dict[tuple[int | None, bool], KeySet] | None = getattr(document_starts, "known_key_sets", None)
     if known is None:
         known = document_starts.known_key_sets = {}  # type: ignore[attr-defined]
-    if window not in known:
+    if (window, sees_ahead) not in known:
         starts, ends = document_starts if document_starts.dim() == 3 else (document_starts, None)
-        known[window] = KeySet(documents_of(starts), window, None if ends is None else _images_of(ends))
-    return known[window]
+        images = None if ends is None or not sees_ahead else _images_of(ends)
+        known[window, sees_ahead] = KeySet(documents_of(starts), window, images)
+    return known[window, sees_ahead]
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:

@@ -5,6 +5,7 @@ Gemma 4 has other heads in wide layers, whose keys are also the values, normalis
 logits, and in some models experts next to each dense network.
 """
 
+from dataclasses import replace
 from typing import Any, final
 
 from mtrain.base.errors import DataError
@@ -392,7 +393,9 @@ GEMMA4_IMAGES = in_tower(
         defaults=default_sizes(layers=30, hidden=2304, feed_forward=9216, heads=8, vocabulary=262144),
         unread="""audio_config audio_token_id boa_token_id boi_token_id eoa_token_index eoi_token_id image_token_id
             initializer_range video_token_id""",
-        images=(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..+",),
+        images=(r"(model\.)?(vision_tower|embed_vision)\..+",),
+        trained=TrainedTower(("gemma4_vision",), image_token=258880, kind="gemma4"),
     ),
 )
+GEMMA4_IMAGES = replace(GEMMA4_IMAGES, carried_names=(r"(model\.)?(audio_tower|embed_audio)\..+",))
 FAMILIES = (GEMMA3, GEMMA3_IMAGES, GEMMA4, GEMMA4_IMAGES)

@@ -15,6 +15,7 @@ from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection, AnyAdapter
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.vision import VisionSection
+from mtrain.config.towers import description_of
 from mtrain.verify.reference.model.attention import KINDS, kind_of
 from mtrain.verify.reference.model.attention_kind import Shape
 from mtrain.verify.reference.model.images import PROJECTOR, TOWER
@@ -60,7 +61,8 @@ def is_trained(name: str, adapter: AnyAdapter | None, vision: VisionSection | No
     language model is not."""
     if name.startswith(TOWER):
         assert vision is not None, name
-        return not (vision.freeze_projector if name.startswith(PROJECTOR) else vision.freeze_tower)
+        is_constant = name.removeprefix(TOWER) in description_of(vision).constants
+        return not is_constant and not (vision.freeze_projector if name.startswith(PROJECTOR) else vision.freeze_tower)
     if adapter is None:
         return vision is None or not vision.freeze_language_model
     if "_adapter." in name:

@@ -49,6 +49,8 @@ def _tower(section: str, hidden_size: int, norm_epsilon: float) -> Any:
             return _gemma3(config)
         case "mistral3":
             return _mistral3(config)
+        case "gemma4":
+            return _gemma4(config)
         case _:
             assert_never(vision.kind)
 
@@ -69,6 +71,16 @@ def _mistral3(fields: Mapping[str, Any]) -> Any:
     config = Mistral3Config(**fields)
     tower, projector = PixtralVisionModel(config.vision_config), Mistral3MultiModalProjector(config)
     return torch.nn.ModuleDict({"vision_tower": tower, "multi_modal_projector": projector})
+
+
+def _gemma4(fields: Mapping[str, Any]) -> Any:
+    from transformers import Gemma4Config, Gemma4VisionModel
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
+
+    config = Gemma4Config(**fields)
+    tower = Gemma4VisionModel(config.vision_config)
+    projector = Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
+    return torch.nn.ModuleDict({"vision_tower": tower, "embed_vision": projector})
 
 
 def _qwen3_vl(fields: Mapping[str, Any]) -> Any:
@@ -122,6 +134,10 @@ def _features(tower: Any, weights: Mapping[str, Tensor], picture: Picture, visio
             image = _joined(pixels, picture, vision)
             hidden = _called("vision_tower", tower, weights, image[None]).last_hidden_state
             return [_called("multi_modal_projector", tower, weights, hidden)[0]]
+        case "gemma4":
+            places = torch.cartesian_prod(torch.arange(picture.rows), torch.arange(picture.columns)).flip(1).to(device)
+            hidden = _called("vision_tower", tower, weights, pixels[None], places[None]).last_hidden_state
+            return [_called("embed_vision", tower, weights, hidden)]
         case _:
             assert_never(vision.kind)
 

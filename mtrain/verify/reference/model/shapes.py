@@ -52,8 +52,8 @@ def _tensors(model: ModelSection) -> Iterator[tuple[str, Shape]]:
     hidden, table = model.hidden_size, (model.vocab_size, model.hidden_size)
     yield EMBEDDING, table
     if model.vision is not None:
-        for name, parameter in tower_of(model).named_parameters():
-            yield f"{TOWER}{name}", tuple(parameter.shape)
+        for name, tensor in tower_of(model).state_dict().items():  # buffers too, which files hold
+            yield f"{TOWER}{name}", tuple(tensor.shape)
     for name, number in layers(model).items():
         depth = name.removesuffix(".transformer_layer")
         if depth != name:
