@@ -81,8 +81,8 @@ def test_whole_rows_are_not_copied_in_backward(pool: Pool) -> None:
     inputs = {name: np.zeros((SEQ, ROWS, HEADS, DIM)) for name in ("query", "key", "value", "grad")}
     config = case().config(model__num_query_groups=HEADS)
     (names,) = pool.run(kernels, case().resolved(config), config, inputs)
-    # the output is copied once, to [seq, batch, heads * head_dim]
-    assert [name for name in names if not name.startswith("_scaled_dot_product")] == ["clone"]
+    assert any(name.endswith("_backward") for name in names)
+    assert not {"cat", "slice_backward"} & {*names}
 
 
 @pytest.mark.parametrize(("cp", "groups"), [(2, 2), (4, 1), (4, 8)])
