@@ -310,7 +310,7 @@ def _worst_token(inputs: _StepInputs, log_probs: Tensor, exact: Tensor) -> tuple
     Args:
         inputs: Inputs of the step.
         log_probs: Log-probability of the label at each position, [batch, seq].
-        exact: Those of transformers, [tokens], in the order of the rows of `inputs`.
+        exact: Log-probabilities of transformers, [tokens], in the order of the rows of `inputs`.
     """
     is_learned = torch.cat([rows.weights.flatten() for rows in inputs.step.rows]) > 0
     off = torch.where(is_learned, (log_probs[inputs.is_text] - exact).abs(), 0.0)

@@ -140,7 +140,7 @@ def test_the_learning_rates_are_those_of_torchtitan(
 
 
 def test_what_torchtitan_does_besides_its_settings() -> None:
-    """It moves a bias of the router in all models with experts, and Adam's weight decay is part of the gradient."""
+    """Torchtitan moves a bias of every router, and puts the weight decay of Adam into the gradient."""
     hf = "--checkpoint.initial_load_in_hf --checkpoint.initial_load_path M"
     for words, is_moved, is_lost in (
         ("--model.name deepseek_v3 --model.flavor 671B", True, False),
@@ -158,7 +158,7 @@ def test_what_torchtitan_does_besides_its_settings() -> None:
 
 
 def test_an_overlap_that_does_not_run_here_is_left_out() -> None:
-    """It changes no result."""
+    """Overlapping communication changes no result."""
     words = "--model_name_or_path M --dataset a --max_steps 9 --overlap_param_gather true"
     found = from_llamafactory(words.split()).checked(resolved)
     assert found.get("train.overlap_param_gather") is None

@@ -200,7 +200,7 @@ def test_terms_of_a_loop_of_verl_are_aggregated_as_its_loss() -> None:
 
 @pytest.mark.parametrize(("kind", "estimator"), [("low_var_kl", "k3"), ("k1", "k1"), ("k3+", "k2"), ("kl+", "k2")])
 def test_estimators_of_verl(kind: str, estimator: str) -> None:
-    """With a plus sign the gradient is that of k2, whatever the value."""
+    """A plus sign means the gradient of k2, whatever the value."""
     actor = "actor_rollout_ref.actor."
     found = from_verl([*PPO.split(), f"{actor}use_kl_loss=True", f"{actor}kl_loss_type={kind}"])
     assert (found.get("loss.side_terms.kl.options.estimator"), found.wrong) == (estimator, [])

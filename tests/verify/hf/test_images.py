@@ -99,7 +99,7 @@ FAULTS: list[tuple[Kind, str]] = [
 
 @pytest.mark.parametrize(("kind", "fault"), FAULTS, ids=["-".join(each) for each in FAULTS])
 def test_faults_of_images_are_found(pool: Any, tmp_path: Path, kind: Kind, fault: str) -> None:
-    """Those of `ON_OWN_DATA` are in all of mtrain's code, also where it makes what transformers reads."""
+    """Faults in `ON_OWN_DATA` are in all of mtrain's code, also where it makes what transformers reads."""
     config, plant = configured(tmp_path, kind, {}, {}), ON_OWN_DATA.get(fault)
     sound = report_of(pool, config, "tp1")
     assert sound.passed
