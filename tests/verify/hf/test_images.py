@@ -99,14 +99,13 @@ FAULTS: list[tuple[Kind, str]] = [
 
 @pytest.mark.parametrize(("kind", "fault"), FAULTS, ids=["-".join(each) for each in FAULTS])
 def test_faults_of_images_are_found(pool: Any, tmp_path: Path, kind: Kind, fault: str) -> None:
-    """Faults in `ON_OWN_DATA` are in all of mtrain's code, also where it makes what transformers reads."""
+    """Plants faults of `ON_OWN_DATA` in all of mtrain's code, also where it could reach what transformers reads."""
     config, plant = configured(tmp_path, kind, {}, {}), ON_OWN_DATA.get(fault)
     sound = report_of(pool, config, "tp1")
     assert sound.passed
     with nullcontext() if plant is None else plant.planted():
         report = report_of(pool if plant is None else _Faulty(pool, fault), config, "tp1", None if plant else fault)
     assert report.diagnosis is not None
-    print(kind, fault, [(each.kind, each.step, each.value) for each in report.layouts[0].deviations])
     assert report.diagnosis.kind == "log_prob"
 
 
