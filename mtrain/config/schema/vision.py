@@ -106,9 +106,9 @@ class ConfigJson(NamedTuple):
     """A config.json with a tower."""
 
     model: Mapping[str, Any]
-    """All of it."""
+    """The whole file."""
     tower: Mapping[str, Any]
-    """`vision_config`."""
+    """Fields of `vision_config`."""
     text: Mapping[str, Any]
     """Fields of the text model."""
     rope: Mapping[str, Any]
