@@ -9,6 +9,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from mtrain.config import towers
 from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals, StepSums
 from mtrain.core.engine.sharded_model import ShardedModel
@@ -20,10 +21,9 @@ from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.vision import VisionTower
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.teacher import Teacher
-from mtrain.hf.images import ImageProcessor
 from tests.verify.planted.plants import Plant, in_step, replacing
 
-_patches = ImageProcessor._patches_of_rows
+_patches = towers.square_patches
 _features, _forward, _gather = VisionTower._features, VisionTower.forward, gather_from_sequence_parallel_region
 _angles, _take_received = ThreeAxesRotary.forward, LanguageModel._take_received
 _with_features, _run_now = language_model._with_features, Teacher._run_now
@@ -135,12 +135,11 @@ def _rows_reversed(self: Any, images: Any) -> Tensor:
     return _features(self, images)[torch.cat([each + first for each, first in zip(order, firsts)])]
 
 
-def _patches_by_columns(self: Any, pixels: Any) -> Any:
+def _patches_by_columns(pixels: Any, size: int) -> Any:
     """Cuts an image into patches column by column."""
-    found = _patches(self, pixels)
-    _, rows, columns = found.grid
-    by_columns = found.pixels.reshape(rows, columns, -1).swapaxes(0, 1).reshape(rows * columns, -1)
-    return found._replace(pixels=by_columns)
+    found, grid = _patches(pixels, size)
+    _, rows, columns = grid
+    return found.reshape(rows, columns, -1).swapaxes(0, 1).reshape(rows * columns, -1), grid
 
 
 IMAGE_PLANTS: dict[str, Plant] = {
@@ -161,7 +160,7 @@ IMAGE_PLANTS: dict[str, Plant] = {
 }
 ON_OWN_DATA: dict[str, Plant] = {
     "rows-of-features-reversed": replacing(VisionTower, "_features", _rows_reversed),
-    "patches-by-columns": replacing(ImageProcessor, "_patches_of_rows", _patches_by_columns),
+    "patches-by-columns": replacing(towers, "square_patches", _patches_by_columns),
 }
 """Faults between a user's files and the features, which random images do not meet."""
 POSITIONS_IN_SLICES = replacing(ThreeAxesRotary, "forward", _by_slice)
