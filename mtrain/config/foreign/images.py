@@ -11,12 +11,12 @@ from mtrain.config.load import read_mapping
 
 _SECTION = "model.vision"
 _NAMES = re.compile(
-    r"(?<![a-z])vl(?![a-z])|(?<![a-z])vision(?![a-z])|qwen3[._][56]|gemma-?3-(?:4|12|27)b|mistral-small-3[._][12]|"
-    r"ministral-3-",
+    r"(?<![a-z])vl(?![a-z])|(?<![a-z])vision(?![a-z])|qwen3[._][56]|gemma-?3-(?:4|12|27)b|"
+    r"gemma-?4-(?:26|31)b|mistral-small-3[._][12]|ministral-3-",
     re.IGNORECASE,
 )
 """Parts of names of models that read images, for a folder that is not on this machine."""
-_TEXT_HERE = re.compile(r"gemma-?4|kimi-k2[._][56]", re.IGNORECASE)
+_TEXT_HERE = re.compile(r"kimi-k2[._][56]", re.IGNORECASE)
 """Parts of names of models whose text alone is trained here."""
 _OTHER_SIZES = re.compile(r"gemma|mistral|ministral|pixtral", re.IGNORECASE)
 """Parts of names of models whose processors have no limits of areas."""
@@ -114,6 +114,7 @@ _PARTS = {
     "merger": ("freeze_projector",),
     "deepstack_merger_list": ("freeze_projector",),
     "multi_modal_projector": ("freeze_projector",),
+    "embed_vision": ("freeze_projector",),
 }
 """Module of transformers -> keys of `model.vision` that freeze what is in it."""
 

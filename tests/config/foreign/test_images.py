@@ -369,13 +369,13 @@ def test_a_family_whose_tower_is_not_trained(tmp_path: Path) -> None:
     with refuses(ConfigError, "model.vision", "freeze_vision_tower=True"):
         of("LLaMA-Factory", str(tmp_path), {"freeze_vision_tower": True}, tmp_path)
     for given in ({}, {"freeze_vision_tower": False}):  # the same, known by the name
-        found = of("LLaMA-Factory", "google/gemma-4-31B-it", given, tmp_path)
+        found = of("LLaMA-Factory", "moonshotai/Kimi-K2.5", given, tmp_path)
         assert found.get("model.vision") is found.get("data.images") is None
         lines = found.lost if given else found.notes
-        assert [line for line in lines if line.startswith("google/gemma-4-31B-it reads images")]
+        assert [line for line in lines if line.startswith("moonshotai/Kimi-K2.5 reads images")]
 
 
-@pytest.mark.parametrize("model", ["gemma3-images", "google/gemma-3-12b-it"])
+@pytest.mark.parametrize("model", ["gemma3-images", "google/gemma-3-12b-it", "google/gemma-4-31B-it"])
 def test_a_processor_without_limits_of_areas(model: str, tmp_path: Path) -> None:
     """Limits of LLaMA-Factory, whose default applies to every model, do not make a run that is refused."""
     if "/" not in model:
