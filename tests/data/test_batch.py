@@ -5,7 +5,15 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from mtrain.core.batch.batch import DOCUMENT_STARTS, IMAGE_ENDS, IMAGE_PARTS, FieldPath, Microbatch, MtpTargets
+from mtrain.core.batch.batch import (
+    DOCUMENT_STARTS,
+    IMAGE_AHEAD,
+    IMAGE_ENDS,
+    IMAGE_PARTS,
+    FieldPath,
+    Microbatch,
+    MtpTargets,
+)
 from mtrain.core.batch.collate import RowForm
 from mtrain.core.batch.images import MicrobatchImages
 
@@ -30,6 +38,7 @@ IMAGES: dict[FieldPath, Tensor] = {
     ("images", "grids"): torch.tensor([[1, 1, 2]]),
     ("images", "places"): rows(torch.int64) - 1,
     ("images", "axes"): rows(torch.int64).unsqueeze(-1).repeat(1, 1, 3),
+    IMAGE_AHEAD: (rows(torch.int64) - 1).unsqueeze(-1),
     IMAGE_ENDS: rows(torch.int32),
 }
 
