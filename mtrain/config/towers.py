@@ -201,6 +201,23 @@ class Gemma3Tower(TowerDescription):
     def projections(self, section: VisionSection, hidden_size: int) -> list[tuple[int, int]]:
         return [(hidden_size, section.hidden_size)]
 
+    def kept_layer_elements(self, section: VisionSection, is_half: bool) -> int:
+        return 8 * section.hidden_size + 2 * section.ffn_hidden_size  # without rotation
+
+    def kept_projector_elements(self, section: VisionSection, hidden_size: int, is_half: bool) -> int:
+        # of a feature, the norm's input if that has a gradient, in float32; what it multiplies by its weight, in
+        # float32, and the input of the projection, for their gradients
+        wide = 2 if is_half else 1
+        copies = (not section.freeze_tower) * wide + (not section.freeze_projector) * (wide + 1)
+        return copies * section.hidden_size // section.patches_per_feature
+
+    def kept_around_layers(self, section: VisionSection, is_half: bool) -> int:
+        return 2 * section.hidden_size  # inputs of the last norm and of the average
+
+    def passing_patch_elements(self, section: VisionSection, is_half: bool) -> int:
+        width, pixels = section.hidden_size, (2 if is_half else 1) * section.patch_elements
+        return max(2 * section.ffn_hidden_size + 4 * width, 8 * width) + pixels
+
     def read(self, config: ConfigJson, sizes: Mapping[str, int], family: TrainedTower) -> dict[str, Any]:
         if config.needed(config.tower, "vision_use_head", bool, True):
             raise DataError(
@@ -314,7 +331,7 @@ class Mistral3Tower(TowerDescription):
         # queries, keys and values, and the output of attention, which is an input; a gate and its product
         return (12 if is_half else 10) * section.hidden_size + 4 * section.ffn_hidden_size
 
-    def kept_projector_elements(self, section: VisionSection, hidden_size: int) -> int:
+    def kept_projector_elements(self, section: VisionSection, hidden_size: int, is_half: bool) -> int:
         per_feature = hidden_size  # the input of the activation
         if not section.freeze_projector:  # inputs of three projections, and what a norm multiplies by its weight
             per_feature += (1 + 2 * section.patches_per_feature) * section.hidden_size + hidden_size
@@ -417,7 +434,7 @@ class Gemma4Tower(TowerDescription):
         # of attention; a gate, its activation, and inputs of two products
         return (32 if is_half else 19) * section.hidden_size + 4 * section.ffn_hidden_size
 
-    def kept_projector_elements(self, section: VisionSection, hidden_size: int) -> int:
+    def kept_projector_elements(self, section: VisionSection, hidden_size: int, is_half: bool) -> int:
         return 0 if section.freeze_projector else section.hidden_size // section.patches_per_feature
 
     def kept_around_layers(self, section: VisionSection, is_half: bool) -> int:

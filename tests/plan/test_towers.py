@@ -18,7 +18,7 @@ from mtrain.plan.search.cost import Workload, step_cost
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster, gpu_named
 from mtrain.plan.search.search import search
 from tests.config.samples import config
-from tests.config.test_vision import GEMMA4, MISTRAL3, VISION
+from tests.config.test_vision import GEMMA3, GEMMA4, MISTRAL3, VISION
 from tests.parity.images import Picture, drawn
 from tests.plan.allocations import Allocations
 from tests.plan.memory_ranks import measured_with
@@ -86,7 +86,12 @@ def test_a_stage_holds_the_features_that_it_passes_on(pool: Pool) -> None:
     assert ahead.forward_backward_bytes - without.forward_backward_bytes >= estimates[1] - estimates[0]
 
 
-KINDS: dict[str, dict[str, Any]] = {"qwen3_vl": VISION, "mistral3": MISTRAL3, "gemma4": GEMMA4 | {"standardize": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_vl": VISION,
+    "gemma3": GEMMA3 | {"num_positions": 144},
+    "mistral3": MISTRAL3,
+    "gemma4": GEMMA4 | {"standardize": True},
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,7 +118,8 @@ def test_a_patch_takes_what_transformers_saves_for_it(seed: int, kind: str) -> N
     for name, parameter in tower.named_parameters():
         parameter.requires_grad_(description.is_trained(name, section))
     uncounted = (
-        saved_bytes(tower, section) / 160 - description.kept_patch_elements(section, HIDDEN, is_half) * dtype.itemsize
+        saved_bytes(tower, section) / len(inputs(section)[0])
+        - description.kept_patch_elements(section, HIDDEN, is_half) * dtype.itemsize
     )
     # both cosines in float32; statistics of norms and attention, and weights of positions; a mask of each image
     mask = (96**2 + 64**2) / 160 * dtype.itemsize if kind == "mistral3" else 0
@@ -123,13 +129,16 @@ def test_a_patch_takes_what_transformers_saves_for_it(seed: int, kind: str) -> N
     tower.requires_grad_(False)
     with Allocations() as passing:
         tower(*inputs(section))
-    num_passing = 160 if kind == "qwen3_vl" else 96  # others have one image at a time
+    # others have one image at a time
+    num_passing = len(inputs(section)[0]) if kind in ("qwen3_vl", "gemma3") else 96
     expected = num_passing * description.passing_patch_elements(section, is_half) * dtype.itemsize
     assert passing.peak == pytest.approx(expected, rel=0.25)
 
 
 def inputs(section: VisionSection) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns patches and grids of two images of 160 patches together."""
+    """Returns patches and grids: of two images of 160 patches together, or of one of a fixed size."""
+    if section.kind == "gemma3":
+        return torch.randn(144, section.patch_elements), torch.tensor([[1, 12, 12]])
     return torch.randn(160, section.patch_elements), torch.tensor([[1, 8, 12], [1, 4, 16]])
 
 

@@ -238,7 +238,7 @@ class TowerDescription(ABC):
         """
         if section.is_frozen:
             return 0
-        projector = self.kept_projector_elements(section, hidden_size)
+        projector = self.kept_projector_elements(section, hidden_size, is_half)
         if section.freeze_tower:
             return projector
         layers = section.num_layers * self.kept_layer_elements(section, is_half)
@@ -250,7 +250,7 @@ class TowerDescription(ABC):
         # of attention; both sides of the activation
         return 11 * section.hidden_size + 2 * section.ffn_hidden_size
 
-    def kept_projector_elements(self, section: VisionSection, hidden_size: int) -> int:
+    def kept_projector_elements(self, section: VisionSection, hidden_size: int, is_half: bool) -> int:
         """Returns the elements per patch that the projector saves if it or the tower is trained."""
         # of each merger: inputs of its norm, of both projections and of the activation
         return (2 if section.freeze_projector else 4) * section.hidden_size * (1 + len(section.deepstack))
