@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from mtrain.config import towers
+from mtrain.config.schema.vision import square_patches
 from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals, StepSums
 from mtrain.core.engine.sharded_model import ShardedModel
@@ -23,7 +24,7 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.teacher import Teacher
 from tests.verify.planted.plants import Plant, in_step, replacing
 
-_patches = towers.square_patches
+_patches = square_patches
 _features, _forward, _gather = VisionTower._features, VisionTower.forward, gather_from_sequence_parallel_region
 _angles, _take_received = ThreeAxesRotary.forward, LanguageModel._take_received
 _with_features, _run_now = language_model._with_features, Teacher._run_now
