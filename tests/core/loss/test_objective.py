@@ -220,7 +220,8 @@ def test_logits_are_consumed_by_a_single_cross_entropy_alone() -> None:
     assert objective.consumes_logits([MAIN_TERM])
     assert not objective.consumes_logits([MAIN_TERM, "z"])
     assert not objective.consumes_logits(["z"])
-    losses = {name: load_loss_function(name, {}) for name in LOSS_FUNCTIONS}
+    options = {"topk_distillation": {"k": 4}}
+    losses = {name: load_loss_function(name, options.get(name, {})) for name in LOSS_FUNCTIONS}
     assert {name for name, function in losses.items() if is_consuming(function)} == CONSUMING_LOSSES
     smoothed = objective.with_main("next_token", SECTION, {"label_smoothing": 0.1})
     assert smoothed.consumes_logits([MAIN_TERM])

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from tests.data.images.cases import VISION_TOKENS, picture, write_vision_folder
-from tests.data.images.test_gemma3 import TOKENS, write_gemma3
-from tests.data.images.test_gemma4 import IMAGE as GEMMA4_IMAGE
-from tests.data.images.test_gemma4 import write_gemma4
-from tests.data.images.test_mistral3 import IMAGE, write_mistral3
+from tests.data.images import test_gemma3, test_gemma4, test_mistral3
+from tests.data.images.cases import VISION_TOKENS, judge_of, picture, write_vision_folder
 from tests.parity.image_models import KINDS, Kind
 
 ROLES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 _OTHERS: dict[Kind, tuple[Any, dict[str, str]]] = {
-    "gemma3": (write_gemma3, {name.replace("_token", "_token_index"): text for name, text in TOKENS.items()}),
-    "mistral3": (write_mistral3, {"image_token_id": IMAGE}),
-    "gemma4": (write_gemma4, {"image_token_id": GEMMA4_IMAGE}),
+    "gemma3": (
+        test_gemma3.write_gemma3,
+        {name.replace("_token", "_token_index"): text for name, text in test_gemma3.TOKENS.items()},
+    ),
+    "mistral3": (test_mistral3.write_mistral3, {"image_token_id": test_mistral3.IMAGE}),
+    "gemma4": (test_gemma4.write_gemma4, {"image_token_id": test_gemma4.IMAGE}),
 }
 """Function that writes a folder, and tokens by role, of models other than Qwen's."""
 
@@ -46,6 +46,19 @@ def write_model(folder: Path, kind: Kind = "dense") -> Path:
         torch.nn.init.normal_(parameter, mean=1.0 if is_scale else 0.0, std=0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def judge_of_kind(folder: Path, kind: Kind) -> Any:
+    """Opens a folder's processor in transformers."""
+    match kind:
+        case "gemma3":
+            return test_gemma3.judge_of(folder)
+        case "mistral3":
+            return test_mistral3.judge_of(folder)
+        case "gemma4":
+            return test_gemma4.judge_of(folder)
+        case _:
+            return judge_of(folder)
 
 
 def loaded(folder: Path, kind: Kind = "dense") -> Any:

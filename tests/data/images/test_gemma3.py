@@ -33,6 +33,13 @@ PROCESSOR: dict[str, Any] = {
 }
 
 
+def judge_of(folder: Path) -> Gemma3Processor:
+    """Opens transformers' processor."""
+    images, tokenizer = AutoImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    template = (folder / "chat_template.jinja").read_text()
+    return Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=(SIDE // MERGE) ** 2)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gemma3(tmp_path_factory.mktemp("gemma3"))
@@ -94,9 +101,7 @@ def drawn(draw: random.Random, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_conversation_is_that_of_transformers(seed: int, folder: Path, tmp_path: Path) -> None:
-    images, tokenizer = AutoImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    template = (folder / "chat_template.jinja").read_text()
-    judge = Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=(SIDE // MERGE) ** 2)
+    judge = judge_of(folder)
     record = drawn(random.Random(seed), tmp_path)
     expected = judge.apply_chat_template(record["messages"], tokenize=True, return_dict=True, return_tensors="pt")
     encoder = encoder_of(folder)

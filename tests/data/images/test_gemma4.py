@@ -46,6 +46,12 @@ class Judge(Gemma4Processor):
         return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
 
 
+def judge_of(folder: Path) -> Judge:
+    """Opens transformers' processor."""
+    images, tokenizer = AutoImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    return Judge(None, images, tokenizer, None, chat_template=TEMPLATE)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gemma4(tmp_path_factory.mktemp("gemma4"))
@@ -88,8 +94,7 @@ def opened(folder: Path, **limits: int) -> tuple[RecordEncoder, ImageProcessor]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_conversation_is_that_of_transformers(seed: int, folder: Path, tmp_path: Path) -> None:
-    images, tokenizer = AutoImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    judge = Judge(None, images, tokenizer, None, chat_template=TEMPLATE)
+    judge = judge_of(folder)
     messages: list[dict[str, Any]] = []
     for parts, answer in drawn_turns(random.Random(seed), tmp_path):
         messages.append({"role": "user", "content": parts})

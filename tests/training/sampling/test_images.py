@@ -27,8 +27,8 @@ from mtrain.training.sampling.generate import generate_text
 from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.prompts import after_images, has_images, read_prompts, shown
 from mtrain.training.sampling.sampler import Completion
-from tests.data.images.cases import judge_of, picture
-from tests.data.images.models import loaded, write_model, write_records
+from tests.data.images.cases import picture
+from tests.data.images.models import judge_of_kind, loaded, write_model, write_records
 from tests.messages import refuses
 from tests.parity.cases import Case, case
 from tests.parity.image_models import Kind
@@ -171,16 +171,19 @@ def absolute(part: dict[str, str], data: Path) -> dict[str, str]:
     return image_at(data / part["path"]) if "path" in part else part
 
 
-def texts_of_transformers(model: Path, tokenizer: Path, conversations: Sequence[Any]) -> list[str]:
+def texts_of_transformers(
+    model: Path, tokenizer: Path, conversations: Sequence[Any], kind: Kind = "dense"
+) -> list[str]:
     """Answers greedily, in float64, as transformers loads the folder."""
-    judge, theirs, found = judge_of(tokenizer), loaded(model), []
+    judge, theirs, found = judge_of_kind(tokenizer, kind), loaded(model, kind), []
     own = load_tokenizer(tokenizer)
-    end = judge.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    # others end a turn by the token that ends a text
+    ends = [] if kind in ("gemma3", "mistral3", "gemma4") else [judge.tokenizer.convert_tokens_to_ids("<|im_end|>")]
     how = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
     for messages in conversations:
         inputs = judge.apply_chat_template(messages, **how)
         seen = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
-        stops = [end, own.eos_id]
+        stops = [*ends, own.eos_id]
         ids = theirs.generate(**seen, max_new_tokens=NEW, do_sample=False, eos_token_id=stops, pad_token_id=0)
         new = ids[0, seen["input_ids"].shape[1] :].tolist()
         found.append(own.decode(new[:-1] if new[-1] in stops else new))
@@ -199,21 +202,25 @@ def run_config(folder: Path, run: Path, **sections: Any) -> Config:
     return Config.model_validate(with_architecture(content))
 
 
+@pytest.mark.parametrize("kind", ["dense", "gemma3", "mistral3", "gemma4"])
 def test_folders_and_runs_answer_as_transformers_does_with_their_exports(
-    pool: Pool, folder: Path, asked: tuple[Path, list[Any]], tmp_path: Path
+    pool: Pool, asked: tuple[Path, list[Any]], tmp_path: Path, kind: Kind
 ) -> None:
     """Answers of a Hugging Face folder, and of a run whose tower was trained, which transformers reads after export."""
     prompts, conversations = asked
-    run = tmp_path / "run"
+    run, folder = tmp_path / "run", tmp_path / "model"
+    folder.mkdir()
+    write_model(folder, kind)
     run.mkdir()
-    config = run_config(folder, run, layout={"pp": 2})
+    content = {"kind": "sft", "seq_length": 160, "tokenizer": str(folder), "train": [{"path": "x"}]}
+    config = run_config(folder, run, layout={"pp": 2}, data=content)
     images = [[prompts.parent / name for name in names] for names in (["0.png", "1.png"], ["2.png"], [])]
     (before,) = pool.run(image_ranks.texts_of_folder, Layout(), folder, read_prompts(prompts), GREEDY, prompts.parent)
-    assert before == texts_of_transformers(folder, folder, conversations)
+    assert before == texts_of_transformers(folder, folder, conversations, kind)
     after, other = pool.run(image_ranks.texts_of_run, Layout(pp=2), config, prompts, images, GREEDY)
     assert after == other != before
     export_hf(run, tmp_path / "back", None, None, num_workers=1)
-    assert after == texts_of_transformers(tmp_path / "back", folder, conversations)
+    assert after == texts_of_transformers(tmp_path / "back", folder, conversations, kind)
 
 
 def test_an_image_of_the_command_line_comes_before_the_question(
