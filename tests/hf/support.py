@@ -352,7 +352,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "olmo3"),
     ),
     "Qwen3-VL (text and images)": ("qwen3_vl", "qwen3_vl_moe"),
-    "Gemma 3, Mistral Small, Ministral 3 (text and images), Gemma 4 31B and 26B-A4B (text; images travel)": (
+    "Gemma 3, Gemma 4 31B and 26B-A4B, Mistral Small, Ministral 3 (text and images)": (
         *("gemma3_text", "gemma3", "gemma4_text", "gemma4", "mistral3", "ministral3", "mistral3/ministral3"),
     ),
     "Mixtral, Qwen2-MoE, Qwen3-MoE, GPT-OSS, MiniMax-M2, GLM-4.5 to 4.7": (

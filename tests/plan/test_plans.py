@@ -173,7 +173,7 @@ def test_peaks_of_known_gpus_only() -> None:
 
 
 def test_chunks_of_logits_take_the_place_of_whole_ones() -> None:
-    """Chunks in fp32 take three numbers per logit, and the gradients of the table and of all tokens' hidden states."""
+    """Chunks in fp32 take one number per logit, and the gradients of the table and of all tokens' hidden states."""
 
     def of(chunk_tokens: int | str) -> int:
         given = config(
@@ -186,7 +186,7 @@ def test_chunks_of_logits_take_the_place_of_whole_ones() -> None:
         return arch.memory_per_rank(given, Layout(), 0).activations_bytes
 
     hidden = config().model.hidden_size
-    whole, cut = 1024 * 50_000 * 8, 64 * 50_000 * 12 + 50_000 * hidden * 4 + 1024 * hidden * 4
+    whole, cut = 1024 * 50_000 * 8, 64 * 50_000 * 4 + 50_000 * hidden * 4 + 1024 * hidden * 4
     assert of("whole") - of(64) == whole - cut
     assert of("auto") == of("whole"), "1024 tokens are one chunk"
 

@@ -63,7 +63,10 @@ CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
 def test_the_memory_of_a_tower_is_what_its_patches_take(name: str, pool: Pool) -> None:
     """Every microbatch has an image of 24 x 16 patches and one of 4 x 4, which ranks that share the work divide."""
     layout, vision, changes = CASES[name]
-    given = config(**{"train__precision": "fp32", **WIDE, "model__vision": vision, **changes})
+    # whole logits, which the estimate assumes: image tokens have none in a chunk
+    given = config(
+        **{"train__precision": "fp32", "loss__chunk_tokens": "whole", **WIDE, "model__vision": vision, **changes}
+    )
     batch = drawn([[Picture(2, 24, 16), Picture(110, 4, 4)]] * 4, 0, (128,))
     ((found,), *_) = pool.run(measured_with, layout, [given], batch)
     estimate = arch.memory_per_rank(given, layout, 0, 24 * 16 + (4 * 4 if layout.tp == 1 else 0))

@@ -178,7 +178,8 @@ def _parallelism(config: Translation, content: Mapping[str, Any]) -> int:
     """Sets the layout of accelerate's parallelism_config; returns the number of data-parallel ranks, 0 if unknown."""
     given = {**content, **(content.get("parallelism_config") or {})}
     kinds = ("tp", "cp", "sp", "dp_replicate", "dp_shard")
-    size = {kind: int(number(given.get(f"parallelism_config_{kind}_size") or 1)) for kind in kinds}
+    values = {kind: given.get(f"parallelism_config_{kind}_size") for kind in kinds}
+    size = {kind: 1 if value is None else int(number(value)) for kind, value in values.items()}
     for kind, key in (("tp", "layout.tp"), ("cp", "layout.cp"), ("sp", "layout.cp")):
         name = f"parallelism_config_{kind}_size"
         if size[kind] > 1:

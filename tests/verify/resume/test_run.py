@@ -136,8 +136,8 @@ def test_every_fault_has_a_plant_and_a_test() -> None:
     assert set(named.split()) == PLANTS.keys()
 
 
-COMPARED = set(TITLES) - {"collective", "layer_output", "input_gradient", "rounding"}
-"""Kinds of quantities of runs; the others are those of layers alone (tests/verify/backend)."""
+COMPARED = set(TITLES) - {"collective", "layer_output", "input_gradient", "rounding", "log_prob"}
+"""Kinds of quantities of runs; the others are those of layers alone (tests/verify/backend) and of `verify hf`."""
 
 
 @pytest.mark.parametrize(
