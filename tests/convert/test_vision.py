@@ -195,7 +195,7 @@ def test_a_tower_of_gemma_4_that_differs_is_refused(
         described_model(tmp_path, with_vision=True)
 
 
-def test_sound_of_gemma_4_is_copied_beside_a_tower_that_is_read(tmp_path: Path) -> None:
+def test_sound_of_gemma_4_is_copied_with_a_tower_that_is_read(tmp_path: Path) -> None:
     content = content_of("gemma4-images")
     content["text_config"]["use_bidirectional_attention"] = "vision"
     content["image_token_id"] = 50

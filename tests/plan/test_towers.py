@@ -52,8 +52,8 @@ CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
     "none": (Layout(), TOWER | FROZEN, {"model__num_layers": 1}),
     "tower alone": (Layout(pp=2), TOWER | {"freeze_language_model": True}, {"layout__pp": 2}),
     "shared": (Layout(tp=2, sp=True), TOWER, {"layout__tp": 2, "layout__sp": True}),
-    "beside adapters": (Layout(), TOWER, LORA | {"train__precision": "bf16"}),
-    "projector beside adapters": (Layout(), TOWER | {"freeze_tower": True}, LORA | {"adapter__base_dtype": "bf16"}),
+    "with adapters": (Layout(), TOWER, LORA | {"train__precision": "bf16"}),
+    "projector with adapters": (Layout(), TOWER | {"freeze_tower": True}, LORA | {"adapter__base_dtype": "bf16"}),
     "muon": (Layout(), TOWER | {"freeze_projector": True}, {"optimizer__kind": "muon"}),
     "muon, alone": (Layout(), TOWER | {"freeze_language_model": True}, {"optimizer__kind": "muon"}),
 }

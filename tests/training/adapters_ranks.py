@@ -153,7 +153,7 @@ def refused(groups: Groups, config: Config) -> list[str]:
     return said
 
 
-def refused_beside_a_trained_tower(groups: Groups, config: Config) -> list[str]:
+def refused_with_a_trained_tower(groups: Groups, config: Config) -> list[str]:
     """Returns what is said of several adapters, and of a model without its adapter, if a tower is trained in full."""
     with free(groups), Engine(config) as engine:
         said = []

@@ -153,7 +153,7 @@ def test_a_trained_tower_cannot_be_shared_by_adapters(pool: Pool) -> None:
     adapter = {"rank": 2, "modules_to_save": ["norm"]}
     config = case(4, num_layers=2).config(**knobs("dense", freeze_projector=False), adapter=adapter)
     keys = "adapter.modules_to_save=norms, model.vision.freeze_projector=false"
-    (said,) = pool.run(adapters_ranks.refused_beside_a_trained_tower, Layout(), config)
+    (said,) = pool.run(adapters_ranks.refused_with_a_trained_tower, Layout(), config)
     assert len(said) == 2
     for text in said:
         check_message(text, keys)

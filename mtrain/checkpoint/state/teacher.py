@@ -89,7 +89,7 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
 
 
 def _tower_for(run: VisionSection | None, teacher: VisionSection | None, path: Path) -> dict[str, Any] | None:
-    """Returns the section of a teacher's tower, all of which is frozen; None if the run reads text alone.
+    """Returns the section of a teacher's tower with every part frozen; None if the run reads text alone.
 
     Raises:
         ConfigError: The teacher does not read the images that the run reads, as `path` shows.

@@ -34,7 +34,7 @@ class Part(NamedTuple):
     is_chosen: bool = True
     """Whether a setting chooses it."""
     is_full: bool = False
-    """Whether it is trained in full beside adapters, instead of by adapters."""
+    """Whether it is trained in full, next to adapters of other parts."""
 
 
 class Parts(NamedTuple):

@@ -39,7 +39,7 @@ class Translation:
     given: tuple[str, ...] = ()
     """Names of the settings that the user gave."""
     saved_in_tower: dict[str, str] = field(default_factory=dict)
-    """Key of `model.vision` that freezes a part -> setting that trains it in full beside adapters."""
+    """Key of `model.vision` that freezes a part -> setting that trains it in full next to adapters."""
 
     def put(self, key: str, value: Any, origin: str) -> None:
         """Sets a dotted key; a default of the program does not override a setting.

@@ -61,7 +61,7 @@ CASES: list[tuple[Kind, dict[str, bool], dict[str, Any], Layout]] = [
     ("deepstack", TOWER, {}, Layout()),
     ("gemma3", TRAINED, {}, Layout(dp=2, shard="weights")),
     ("mistral3", TOWER, {"base_dtype": "bf16"}, Layout()),
-    ("gemma4", TRAINED, {}, Layout()),
+    ("gemma4", TRAINED, {"alpha": 100.0}, Layout()),
 ]
 
 
@@ -113,7 +113,7 @@ def test_a_trained_tower_goes_to_peft_merged_and_not_and_comes_back(
     opened = theirs(kind, tmp_path / "hf", tmp_path / "adapter", is_rounded)
     assert relative(ours, differentiated_batch(opened, last)) <= TOLERANCE
     frozen = differentiated_batch(theirs(kind, tmp_path / "hf", None, is_rounded), last)
-    assert relative(ours, frozen) > 10 * TOLERANCE, "what is trained does something"
+    assert relative(ours, frozen) > 100 * TOLERANCE, "what is trained does something"
     export_hf(tmp_path / "run", tmp_path / "merged", None, None, num_workers=1)
     assert relative(ours, differentiated_batch(theirs(kind, tmp_path / "merged"), last)) <= TOLERANCE
 

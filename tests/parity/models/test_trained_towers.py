@@ -1,4 +1,4 @@
-"""A tower or projector that is trained in full beside adapters, as by PEFT, or by Muon; the model is transformers'."""
+"""A tower or projector that is trained in full with adapters, as by PEFT, or by Muon; the model is transformers'."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ CASES: list[tuple[Case, Kind, dict[str, bool], Changes]] = [
 @pytest.mark.parametrize(
     ("each", "kind", "vision", "changes"), CASES, ids=[f"{kind}-{each}" for each, kind, _, _ in CASES]
 )
-def test_a_tower_trains_in_full_beside_adapters_as_in_peft(
+def test_a_tower_trains_in_full_with_adapters_as_in_peft(
     pool: Pool, each: Case, kind: Kind, vision: dict[str, bool], changes: Changes
 ) -> None:
     config = config_of(each, kind, vision, **changes)

@@ -93,7 +93,7 @@ def test_images_of_mistral_3_are_exact(pool: Pool) -> None:
     ],
     ids=["adapters", "muon, gemma 3", "muon, qwen"],
 )
-def test_a_tower_trains_beside_adapters_and_by_muon(pool: Pool, changes: dict[str, Any], layouts: str) -> None:
+def test_a_tower_trains_with_adapters_and_by_muon(pool: Pool, changes: dict[str, Any], layouts: str) -> None:
     report = check(pool, config(model__num_layers=2, **changes), layouts, num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     updates = {each.name: each for each in report.layouts[0].deviations if each.kind == "update"}

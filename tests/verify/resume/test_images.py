@@ -41,7 +41,7 @@ def configured(folder: Path, changes: dict[str, Any], **vision: bool) -> Config:
     return Config.model_validate(with_architecture(content))
 
 
-@pytest.mark.parametrize("changes", [{}, {"adapter": {"rank": 2}}], ids=["all", "tower beside adapters"])
+@pytest.mark.parametrize("changes", [{}, {"adapter": {"rank": 2}}], ids=["all", "tower with adapters"])
 def test_images_go_on_after_a_stop_in_an_epoch(
     changes: dict[str, Any], kept: KeptPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
