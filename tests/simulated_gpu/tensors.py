@@ -44,24 +44,24 @@ HOST_GROUPS: set[str] = set()
 class SimulatedTensor(Tensor):
     """Tensor of the simulated GPU."""
 
-    held: Tensor
+    on_host: Tensor
     """Content, on the CPU."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> SimulatedTensor:
+    def __new__(cls, on_host: Tensor) -> SimulatedTensor:
         """Makes a GPU tensor of a tensor on the CPU."""
         made: Any = Tensor._make_wrapper_subclass(
             cls,
-            held.shape,
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            layout=held.layout,
+            on_host.shape,
+            strides=on_host.stride(),
+            storage_offset=on_host.storage_offset(),
+            dtype=on_host.dtype,
+            layout=on_host.layout,
             device=DEVICE,
         )
-        made.held = held
-        MEMORY.note(held)
+        made.on_host = on_host
+        MEMORY.note(on_host)
         return made  # type: ignore[no-any-return]
 
     @classmethod
@@ -79,18 +79,18 @@ class SimulatedTensor(Tensor):
     def data(self, value: Tensor) -> None:
         assert isinstance(value, SimulatedTensor)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self.held = value.held
+        self.on_host = value.on_host
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Returns the storage of the content; views share it, as on a GPU."""
-        return self.held.untyped_storage()
+        return self.on_host.untyped_storage()
 
     def tolist(self) -> Any:
         """Converts the content to a list, which torch refuses for subclasses."""
         return self.cpu().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"SimulatedTensor({self.held!r})"
+        return f"SimulatedTensor({self.on_host!r})"
 
 
 class SimulatedGpu(TorchDispatchMode):
@@ -105,7 +105,7 @@ class SimulatedGpu(TorchDispatchMode):
 def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     namespace, name = function.namespace, function._schema.name.partition("::")[2]
     given = list(_tensors((args, kwargs)))
-    simulated = {id(each.held): each for each in given if isinstance(each, SimulatedTensor)}
+    simulated = {id(each.on_host): each for each in given if isinstance(each, SimulatedTensor)}
     wanted, is_on_gpu = kwargs.get("device"), bool(simulated)
     if wanted is not None:
         is_on_gpu, kwargs["device"] = torch.device(wanted).type == "cuda", torch.device("cpu")
@@ -135,7 +135,7 @@ def _tensors(tree: Any) -> Any:
 
 
 def _held(value: Any) -> Any:
-    return value.held if isinstance(value, SimulatedTensor) else value
+    return value.on_host if isinstance(value, SimulatedTensor) else value
 
 
 def _wrapped(value: Any, simulated: Mapping[int, SimulatedTensor]) -> Any:
