@@ -39,7 +39,7 @@ _GRAPHS_OF_A_FUNCTION = 64
 """Most graphs per function, for several kinds of layers, training and validation; torch does not compile more."""
 
 _WORTH_COMPILING = 3e13
-"""FLOPs from which a run on CPUs compiles regions, which saves about 3 s per 1e12 and starts 10 to 30 s later."""
+"""FLOPs from which a run on CPUs compiles regions, which saves 1 to 3 s per 1e12 and starts 10 to 30 s later."""
 
 
 def choose_compilation(config: Sections, device: torch.device) -> tuple[Compiled, str]:

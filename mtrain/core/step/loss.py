@@ -29,6 +29,7 @@ from mtrain.core.loss.objective import Objective
 from mtrain.core.loss.pair import Extras, LossPair, TermInputs, TokenInputs, joined
 from mtrain.core.loss.sequences import PackedSequences, TokenSources
 from mtrain.core.loss.vocab_parallel.chunks import LossOfChunk, chunks, logits_of_rows, sum_over_chunks
+from mtrain.core.loss.vocab_parallel.cross_entropy import compute_dtype
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.core.ranks.broadcast import broadcast_on_hosts
 from mtrain.core.ranks.groups import Groups
@@ -312,7 +313,9 @@ def vocab_parallel(
     # the padded vocabulary is split evenly
     first_index = groups.tp_rank * local.shape[-1]
     group = groups.tp if groups.layout.tp > 1 else None
-    is_compiled = deferred.layer.compiles_regions
+    # a compiled loss computes exponentials twice, which costs a CPU more than the passes it saves
+    overwrites = is_consumed and local.device.type == "cpu" and local.dtype == compute_dtype(local)
+    is_compiled = deferred.layer.compiles_regions and not overwrites
     distribution = VocabParallelLogits(local, group, first_index, model.vocab_size, is_compiled)
     return distribution.consumed() if is_consumed else distribution
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from mtrain.core import kernels
 from mtrain.core.layers.output_layer import softcapped
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.core.ranks.groups import Groups
+from mtrain.core.step import loss as step_loss
+from tests.config.samples import config
 from tests.core.loss.vocab_parallel import test_vocab_parallel as plain
 from tests.core.loss.vocab_parallel.counting import Kernels, counted_all_reduces
 from tests.core.loss.vocab_parallel.test_vocab_parallel import (
@@ -192,6 +196,27 @@ def test_half_precision_is_as_near_to_float64_as_torchs_own_kernels(dtype: torch
     for one, other, right in zip(found, half_precision(dtype, False), (losses.detach(), gradient), strict=True):
         unit = torch.finfo(torch.float32 if right is losses else dtype).eps
         assert (one - right).abs().max() <= (other - right).abs().max() + unit * right.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_consumed", "expected"),
+    [(torch.float32, True, False), (torch.float32, False, True), (torch.bfloat16, True, True)],
+)
+def test_a_cpu_compiles_no_loss_that_overwrites_its_logits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_consumed: bool, expected: bool
+) -> None:
+    """bf16 logits hold no exponentials of float32, so there are no passes to save by overwriting."""
+    made: list[bool] = []
+
+    def noted(*arguments: Any) -> VocabParallelLogits:
+        made.append(arguments[-1])
+        return VocabParallelLogits(*arguments)
+
+    monkeypatch.setattr(step_loss, "VocabParallelLogits", noted)
+    deferred: Any = SimpleNamespace(layer=SimpleNamespace(compiles_regions=True))
+    groups: Any = SimpleNamespace(layout=Layout(), tp_rank=0)
+    step_loss.vocab_parallel(random_logits(dtype=dtype), deferred, config().model, groups, is_consumed)
+    assert made == [expected]
 
 
 def test_backward_keeps_the_logits_alone() -> None:
