@@ -151,10 +151,10 @@ class Turns:
                 + ("trains all of it" if adapter is None else "has a head, which is trained in full")
                 + "; add an adapter section, and remove model.num_labels"
             )
-        if self.config.train.compile != "none":
+        if self.config.train.compile == "layers":
             raise ConfigError(
-                f"several adapters do not work with train.compile={self.config.train.compile}, whose graphs may be "
-                "bound to a single adapter; set train.compile=none"
+                "several adapters do not work with train.compile=layers, whose graphs may be bound to a single "
+                "adapter; set train.compile=regions"
             )
         if name in base.names:
             raise ConfigError(f"an adapter {name!r} exists already; use another name, or close that one first")

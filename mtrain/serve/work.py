@@ -178,7 +178,7 @@ class Worker:
         current, requested = self._engine.config.adapter, config.adapter
         if requested == current:
             return self._engine
-        if current is None or requested is None or config.train.compile != "none":
+        if current is None or requested is None or config.train.compile == "layers":
             return self._built_anew(lora)
         shape = requested.model_dump_json()
         if shape not in self._shapes:

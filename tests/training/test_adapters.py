@@ -32,6 +32,7 @@ OVERLAP = {"train__overlap_grad_reduce": True, "train__overlap_param_gather": Tr
 ROUTED = {**QWEN, "model__tied_embeddings": False, "loss__router": {"sequence_balance_coefficient": 0.1}}
 CASES: list[tuple[Case, dict[str, Any]]] = [
     (case(2, num_layers=1, dp=2), OVERLAP),
+    at_night(case(1, num_layers=1), {"train__compile": "regions"}),
     (case(2, num_layers=1, dp=2, shard="weights"), {"train__precision": "bf16"}),
     # adapters of experts alone: tests/verify/parity/test_adapters.py
     at_night(case(2, num_layers=1), ROUTED),

@@ -103,7 +103,7 @@ class TrainSection(Section):
     """Whether a GPU adds in the same order every time, so that a run repeats bit for bit on the same GPU, versions and
     layout; slower. Environment variables of NCCL, cuBLAS and TransformerEngine must not contradict it. CPUs always add
     in the same order."""
-    compile: Compilation = "none"
+    compile: Compilation = "auto"
     """What torch.compile compiles. regions: norms, activations and rotations, each on its own. layers: each transformer
     layer, without what the layout adds to it (collectives, pipelines, recomputation, dispatch to experts, documents).
     auto: regions, on a GPU if `mtrain verify backend` found them right and faster there, on a CPU if the run is long

@@ -130,15 +130,17 @@ def small(
 
 
 def _compilation(config: Sections) -> Compiled:
-    """Returns what the run compiles on this machine: a check covers the layers that the run uses."""
+    """Returns what the run compiles on this machine: a check covers the layers that the run uses. With `auto` on a CPU
+    nothing, since every rank would compile longer than a small model runs."""
     if config.train.compile != "auto":
         return config.train.compile
-    import torch  # here: most configurations are shrunk without it
+    if config.train.device == "cpu":
+        return "none"
+    import torch  # here: configurations for a CPU are shrunk without it
 
     from mtrain.core.layers.compiled import choose_compilation
 
-    is_on_gpu = config.train.device != "cpu" and torch.cuda.is_available()
-    return choose_compilation(config, torch.device("cuda" if is_on_gpu else "cpu"))[0]
+    return choose_compilation(config, torch.device("cuda"))[0] if torch.cuda.is_available() else "none"
 
 
 def small_schedule(optimizer: OptimizerSection, warmup_steps: int, final_steps: int) -> dict[str, int | None]:

@@ -115,7 +115,7 @@ REGION_ROWS = [
     [
         row("regions", REGIONS),
         row("regions, recomputed", REGIONS | {"train__recompute": "full"}),
-        row("regions, fused gradients", REGIONS | {"model__megatron": {"gradient_accumulation_fusion": True}}),
+        row("regions, gradients added apart", REGIONS | {"model__megatron": {"gradient_accumulation_fusion": False}}),
         row("regions, hybrid", REGIONS | HYBRID),
     ],
 ]
@@ -248,4 +248,4 @@ def test_auto_compiles_on_a_cpu_what_is_long_enough(factor: float, changes: dict
     long_enough = config(**AUTO, **changes, train__num_steps=steps)
     expected = "regions" if steps * of_step >= 3e13 else "none"
     assert choose_compilation(long_enough, torch.device("cpu")) == (expected, "")
-    assert small(long_enough, [Trial()], 32, {}).config.train.compile == expected, "verify checks what the run does"
+    assert small(long_enough, [Trial()], 32, {}).config.train.compile == "none", "compiling would take longest"
