@@ -71,6 +71,22 @@ def test_a_field_that_lets_no_fault_in_passes(field: str, value: Any, others: di
     assert config(model__megatron={field: value}, **others).model.megatron == {field: value}
 
 
+@pytest.mark.parametrize(
+    ("expected", "changes"),
+    [
+        (True, {}),
+        (True, {"train__compile": "regions", "train__recompute": "full"}),
+        (False, {"train__compile": "layers"}),
+        (False, {"train__offload_layers": 2}),
+        (False, {"layout": {"shard": "weights"}}),
+        (False, {"model__megatron": {FUSED: False}}),
+    ],
+    ids=str,
+)
+def test_weight_gradients_are_fused_unless_a_feature_hides_them(expected: bool, changes: dict[str, Any]) -> None:
+    assert config(**changes).fuses_weight_gradients is expected
+
+
 def test_every_refusal_is_tested() -> None:
     reasons = [
         (field, refusal.reason + refusal.remedy) for refusal in known_issues.REFUSALS for field in refusal.fields

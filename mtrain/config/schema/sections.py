@@ -50,6 +50,16 @@ class Sections(Section):
         return self.train.fp8_recipe or ("rowwise" if self.has_own_fp8 else "tensorwise")
 
     @property
+    def fuses_weight_gradients(self) -> bool:
+        """Whether products of our own linear layers add weight gradients directly to their float32 buffers: as
+        `model.megatron` says, else unless another feature hides a weight from its gradient."""
+        choice = self.model.megatron.get("gradient_accumulation_fusion")
+        if choice is not None:
+            return bool(choice)
+        is_hidden = self.train.compile == "layers" or self.train.offload_layers is not None
+        return not is_hidden and self.layout.shard == "optimizer"
+
+    @property
     def dropout_keys(self) -> list[str]:
         """Keys of dropouts above 0."""
         return derived.above_zero(derived.DROPOUT_KEYS, {"model": self.model, "adapter": self.adapter})

@@ -59,6 +59,7 @@ def build_with(backend: Backend, config: Config, groups: Groups) -> torch.nn.Mod
         ConfigError: megatron-core refuses the configuration.
     """
     translated = transformer_config(config, groups.layout, groups.device)
+    translated.gradient_accumulation_fusion = False  # no buffers to add to
     return in_precision(config.train, translated, _build_chunk(config, translated, groups, None, backend))
 
 
@@ -74,10 +75,11 @@ def build_chunks(
         ConfigError: The backend is not available, or megatron-core refuses the configuration.
     """
     translated = transformer_config(config, groups.layout, groups.device)
-    if in_float64:
-        compute_in_float64(translated)
     stages: list[int | None] = [None] if groups.layout.vpp == 1 else list(range(groups.layout.vpp))
     backend = _agreed(chosen_backend(config, groups.device), config, groups)
+    translated.gradient_accumulation_fusion = config.fuses_weight_gradients and backend != "te"
+    if in_float64:
+        compute_in_float64(translated)
     with matrices_without_memory() if groups.layout.shard == "weights" else contextlib.nullcontext():
         chunks = [_build_chunk(config, translated, groups, stage, backend) for stage in stages]
     if config.model.has_frozen_language_model and config.adapter is None:  # adapters freeze it themselves
@@ -112,7 +114,7 @@ def _build_chunk(
     config: Config, translated: TransformerConfig, groups: Groups, vp_stage: int | None, backend: Backend
 ) -> LanguageModel:
     is_narrow = holds_narrow(config.adapter, config.train.precision)
-    if config.model.megatron.get(products.FIELD):
+    if translated.gradient_accumulation_fusion:
         products.install()
     with built_narrow(translated) if is_narrow else contextlib.nullcontext():
         model = LanguageModel(config.model, translated, backend, groups, vp_stage)

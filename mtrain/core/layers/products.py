@@ -50,10 +50,6 @@ class _WidenedLinear(autograd.Function):
         return gradient.matmul(weight.to(gradient.dtype)), None
 
 
-FIELD = "gradient_accumulation_fusion"
-"""Field of `model.megatron` that turns fusion on."""
-
-
 def install() -> None:
     """Replaces apex's extension by torch's products in linear layers that are built from now on."""
     import megatron.core.tensor_parallel.layers as layers

@@ -225,8 +225,7 @@ def _accumulation_seconds(work: Workload, pp_rank: int) -> float:
     of their sum.
     """
     trained, size = trained_parameters(work.config, work.layout, pp_rank).total, work.element_bytes
-    is_fused = work.config.model.megatron.get("gradient_accumulation_fusion", False)
-    moved = 2 * FP32_BYTES + (-size if is_fused else size)
+    moved = 2 * FP32_BYTES + (-size if work.config.fuses_weight_gradients else size)
     if work.layout.shard == "weights":
         moved = 2 * (size + size) + (size + FP32_BYTES)
     return trained * moved / work.cluster.gpu.memory_bandwidth

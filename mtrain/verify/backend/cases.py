@@ -76,7 +76,7 @@ def few_layers(config: Sections, length: int) -> Config:
     experts = None if model.experts is None else model.experts.model_dump()
     if experts is not None and model.has_transformer_engine_experts:
         experts["implementation"] = "auto"  # a candidate of its own
-    megatron = {name: value for name, value in model.megatron.items() if name != "gradient_accumulation_fusion"}
+    megatron = dict(model.megatron)
     if "no_rope_freq" in megatron:
         megatron["no_rope_freq"] = [int(not rotates(model, layer)) for layer in range(num_layers)]
     changed: dict[str, Mapping[str, Any]] = {

@@ -8,10 +8,11 @@ import torch
 
 from mtrain.arch.layout import Layout
 from mtrain.core.kernels import add_product
-from mtrain.core.layers.products import FIELD
 from tests.core.engine.weight_gradient_ranks import step
 from tests.core.state.test_save_and_load import BF16, TIED, configured
 from tests.pool import Pool
+
+APART = {"model.megatron": {"gradient_accumulation_fusion": False}}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,7 +29,7 @@ def test_a_product_is_added(dtype: torch.dtype) -> None:
 def test_every_linear_layer_adds_its_own(pool: Pool, precision: dict[str, str]) -> None:
     """The table, by which the loss multiplies, has its gradient once."""
     changes = TIED | precision | {"train.micro_batch_size": 2}
-    given = [configured(**changes, **{"model.megatron": {FIELD: is_fused}}) for is_fused in (False, True)]
+    given = [configured(**changes, **APART), configured(**changes)]
     plain, fused = (pool.run(step, Layout(), config)[0] for config in given)
     assert plain.shapes == []
     # two microbatches of four layers: queries, keys and values; their projection; gate and up; down
@@ -67,7 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_other_layers_have_the_same_gradients(pool: Pool, name: str) -> None:
-    given = [configured(**MODELS[name], **{"model.megatron": {FIELD: is_fused}}) for is_fused in (False, True)]
+    given = [configured(**MODELS[name], **APART), configured(**MODELS[name])]
     plain, fused = (pool.run(step, Layout(), config)[0] for config in given)
     assert (len(fused.shapes) == 0) == (name == "adapter")  # what is frozen has none, and adapters are no such layers
     for one, other in zip(plain.gradients, fused.gradients, strict=True):

@@ -15,7 +15,7 @@ from tests.pool import Pool
 
 BIASES = {"model__linear_bias": True}
 INTERLEAVED = case(4, pp=2, vpp=2)
-FUSED = {"gradient_accumulation_fusion": True}
+APART = {"gradient_accumulation_fusion": False}
 WARM_UP = {"overlap_p2p_comm_warmup_flush": True}
 RUNS: list[tuple[dict[str, Any], Case, dict[str, Any]]] = [
     *[({"deterministic_mode": True}, layout, {}) for layout in (case(4), case(4, tp=2, sp=True), case(2, pp=2, cp=2))],
@@ -36,13 +36,13 @@ RUNS: list[tuple[dict[str, Any], Case, dict[str, Any]]] = [
         for layout in (case(4, tp=2, sp=True), case(2, tp=2, sp=True, cp=2))
     ],
     *[
-        (FUSED, layout, changes)
+        (APART, layout, changes)
         for layout in (case(4), case(2, tp=2, sp=True, dp=2), case(2, pp=2, vpp=2), case(4, tp=2, cp=2))
         for changes in ({}, BIASES, {"model__tied_embeddings": True})
     ],
-    *[(FUSED, layout, MIXTRAL) for layout in (case(4), case(2, dp=2, ep=2), case(4, tp=2, sp=True))],
-    (FUSED, case(2, dp=2), {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}),
-    (FUSED, case(4, tp=2, sp=True), {"train__recompute": "full"}),
+    *[(APART, layout, MIXTRAL) for layout in (case(4), case(2, dp=2, ep=2), case(4, tp=2, sp=True))],
+    (APART, case(2, dp=2), {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}),
+    (APART, case(4, tp=2, sp=True), {"train__recompute": "full"}),
     *[
         ({"no_rope_freq": pattern}, layout, {})
         for pattern in (2, [1, 0, 0, 1])
@@ -78,7 +78,7 @@ DAY: list[tuple[dict[str, Any], Case, dict[str, Any]]] = [
     ({"microbatch_group_size_per_vp_stage": 4} | WARM_UP, case(2, pp=2, vpp=2), {}),
     ({"overlap_p2p_comm": False}, case(2, pp=2, vpp=2), {}),
     ({"batch_p2p_comm": False}, case(4, pp=2), {}),
-    (FUSED, case(2, tp=2, sp=True, dp=2), {"model__tied_embeddings": True, "train__overlap_grad_reduce": True}),
+    (APART, case(2, tp=2, sp=True, dp=2), {"model__tied_embeddings": True, "train__overlap_grad_reduce": True}),
 ]
 """Fields by day, each once, combined with others that it does not touch."""
 

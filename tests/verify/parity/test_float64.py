@@ -53,7 +53,7 @@ def drawn_config(draw: random.Random, family: str, **changes: Any) -> Config:
         {"adapter": {"rank": 4, "alpha": 8.0}},
         {"adapter": {"rank": 4, "alpha": 8.0, "kind": "dora"}},
         {"adapter": {"rank": 4, "alpha": 8.0, "base_dtype": "bf16"}},
-        {"model__megatron": FAMILIES[family].get("model__megatron", {}) | {"gradient_accumulation_fusion": True}},
+        {"model__megatron": FAMILIES[family].get("model__megatron", {}) | {"gradient_accumulation_fusion": False}},
         dict.fromkeys(OVERLAPS, True),
         dict.fromkeys(OVERLAPS, False),
         {"loss__side_terms": {"z": {"function": "z_loss", "coefficient": 0.01, "aggregation": "seq-mean-token-mean"}}},

@@ -150,6 +150,7 @@ def speed_config(bench: Bench, model: Model, seq_length: int, micro_batch_size: 
         "train__global_batch_size": batch,
         "train__micro_batch_size": micro,
         "train__precision": "bf16",
+        "train__compile": "none",
         "data__seq_length": seq,
     }
     return config_of(bench, model, **given | changes)
