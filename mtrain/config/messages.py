@@ -5,7 +5,7 @@ from functools import cache
 from itertools import islice
 from typing import get_origin
 
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, ValidationError
 
 from mtrain.base.spelling import meant, plain
 from mtrain.config.keys import separator
@@ -60,6 +60,11 @@ def dotted(location: Location) -> str:
         else:
             text += f".{part}" if text else str(part)
     return text
+
+
+def in_one_line(error: ValidationError) -> str:
+    """Returns all messages of an error."""
+    return "; ".join(line for detail in error.errors(include_url=False) for line in readable(detail))
 
 
 def readable(detail: ErrorDetails) -> Iterator[str]:

@@ -40,7 +40,7 @@ from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
 from mtrain.config.changes import flat_keys
 from mtrain.config.consent import is_permitted
-from mtrain.config.messages import readable
+from mtrain.config.messages import in_one_line
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.data import SftSection
 from mtrain.core.batch.batch import Microbatch
@@ -216,10 +216,9 @@ def _config_with_adapter(
     try:
         return Config.model_validate(content)
     except ValidationError as error:
-        reasons = "; ".join(line for detail in error.errors(include_url=False) for line in readable(detail))
         raise ConfigError(
-            f"loss.reference={config.loss.reference} is an adapter that does not fit this run's model: {reasons}; "
-            "name a whole model, such as the merged one that mtrain convert export writes"
+            f"loss.reference={config.loss.reference} is an adapter that does not fit this run's model: "
+            f"{in_one_line(error)}; name a whole model, such as the merged one that mtrain convert export writes"
         ) from None
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from mtrain.base.errors import DataError
 from mtrain.config.megatron_fields import PROVEN
-from mtrain.config.messages import readable
+from mtrain.config.messages import in_one_line
 from mtrain.config.schema.model import RECURRENT, ModelSection
 from mtrain.config.schema.section import Section
 from mtrain.hf.schema.rope import (
@@ -376,8 +376,7 @@ def validated(content: dict[str, Any]) -> ModelSection:
     try:
         return ModelSection.model_validate(content)
     except ValidationError as error:
-        reasons = "; ".join(line for detail in error.errors(include_url=False) for line in readable(detail))
-        raise DataError(f"config.json describes a model that cannot be trained: {reasons}") from None
+        raise DataError(f"config.json describes a model that cannot be trained: {in_one_line(error)}") from None
 
 
 def config_of(

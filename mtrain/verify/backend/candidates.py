@@ -8,10 +8,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from mtrain.base.errors import MachineError, MtrainError
 from mtrain.config import Config
+from mtrain.config.messages import in_one_line
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import Compiled
 from mtrain.core.layers.attention import flash_linear_attention
@@ -118,6 +120,10 @@ def without_apex(config: Sections, device: torch.device) -> str | None:
     return _joined(reason for reason, holds in reasons.items() if holds)
 
 
+def _with_its_experts(config: Config, groups: Groups) -> nn.Module:
+    return build_with("te", _its_experts(config), groups)
+
+
 def _without_its_experts(config: Config, device: torch.device) -> str | None:
     if config.model.experts is None:
         return "the model has no experts"
@@ -146,6 +152,8 @@ def _without_compiler(choice: Compiled, config: Config, device: torch.device) ->
     try:
         Config.model_validate(_with_compilation(config, choice).model_dump())
         try_compiler(device, choice)
+    except ValidationError as error:
+        return in_one_line(error)
     except (MachineError, MtrainError, ValueError) as error:
         return str(error).splitlines()[0]
     return None
@@ -183,7 +191,7 @@ class Candidate:
 
 CANDIDATES = (
     Candidate("te", partial(build_with, "te"), _without_transformer_engine),
-    Candidate("te-experts", lambda config, *of: build_with("te", _its_experts(config), *of), _without_its_experts),
+    Candidate("te-experts", _with_its_experts, _without_its_experts),
     Candidate("fp8", partial(build_with, "torch"), lacking),
     Candidate("regions", partial(_compiled, "regions"), partial(_without_compiler, "regions")),
     Candidate("compile", partial(_compiled, "layers"), partial(_without_compiler, "layers")),

@@ -233,6 +233,17 @@ def test_nothing_to_compare_is_no_verdict(pool: Pool) -> None:
         check(pool, {}, ABSENT)
 
 
+def test_every_candidate_reaches_the_ranks(pool: Pool) -> None:
+    with refuses(MachineError, *(f"{candidate.name}: " for candidate in CANDIDATES)):
+        check(pool, BF16 | {"train__fp8": "hybrid"}, *CANDIDATES)
+
+
+def test_a_rule_that_forbids_compiled_layers_is_the_reason() -> None:
+    overlapping = config(train__overlap_grad_reduce=True, train__overlap_param_gather=True)
+    (candidate,) = (each for each in CANDIDATES if each.name == "compile")
+    assert "train.overlap_param_gather" in (candidate.absent(overlapping, torch.device("cpu")) or "")
+
+
 def test_files_that_are_no_certificates_certify_nothing(tmp_path: Path) -> None:
     sound = Certificate("now", {"gpu": "A"}, {"cp": 1}, {"te": Comparison(True, 1.0, 2.0)})
     path = sound.save(tmp_path)
