@@ -35,6 +35,8 @@ from mtrain.verify.core.result import LayoutResult, summary
 
 TIMEOUT_S = 120
 _POLL_S = 1.0
+_END_S = 5.0
+"""Longest wait for ranks that have answered."""
 _LEAST_SHARE = 0.01
 """Smallest share of one processor that all working ranks use together; waiting ranks only poll a file."""
 _GROUP_TIMEOUT_S = 1800
@@ -139,7 +141,9 @@ class Pool:
             try:
                 for rank in range(layout.world_size):
                     ranks.start(self._context, job, rank)
-                return ranks.results(self._timeout_s)
+                results = ranks.results(self._timeout_s)
+                ranks.wait()
+                return results
             finally:
                 ranks.end()
 
@@ -196,6 +200,11 @@ class _Ranks:
             process.kill()
         for process in self._processes:
             process.join()
+
+    def wait(self) -> None:
+        """Waits until the ranks have ended on their own, which removes their locks; not for ranks that do not."""
+        for process in self._processes:
+            process.join(_END_S)
 
     def start(self, context: Any, job: _Job, rank: int) -> None:
         here, there = context.Pipe()

@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from multiprocessing import RLock
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from mtrain.core.layers.init_weights import sharded_tensors
 from mtrain.core.layers.layer_spec import global_name
 from mtrain.core.ranks.groups import Groups
 from mtrain.verify.core.weights import drawn as drawn_weights
+
+_locks: list[Any] = []
 
 
 def coordinates(groups: Groups) -> tuple[int, int, int, int]:
@@ -39,6 +43,16 @@ def fail(groups: Groups, how: str) -> Any:
 
 def process(groups: Groups) -> int:
     return os.getpid()
+
+
+def lock(groups: Groups) -> str:
+    """Creates a lock that lives as long as the process, as tqdm does, which takes a moment to end.
+
+    Returns the file of its semaphore.
+    """
+    _locks.append(RLock())
+    Finalize(None, time.sleep, (0.2,), exitpriority=1)  # before the lock's, whose priority is 0
+    return f"/dev/shm/sem.{_locks[-1]._semlock.name[1:]}"
 
 
 def drawn(groups: Groups) -> float:

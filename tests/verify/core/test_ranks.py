@@ -16,6 +16,7 @@ from tests.verify.core.rank_functions import (
     cannot_use_it,
     coordinates,
     fail,
+    lock,
     sleep_for,
     tensor,
     uses_it,
@@ -49,6 +50,11 @@ def test_other_failures_name_the_rank(pool: Pool, how: str, said: str) -> None:
     with pytest.raises(RankFailedError, match=said):
         pool.run(fail, TWO, how)
     assert pool.run(coordinates, Layout()) == [(0, 0, 0, 0)], "the next call has fresh ranks"
+
+
+def test_ranks_remove_their_locks_before_they_end(pool: Pool) -> None:
+    """Otherwise Python warns of leaked semaphores after the verdict."""
+    assert not any(os.path.exists(path) for path in pool.run(lock, TWO))
 
 
 @pytest.mark.parametrize(("use", "start"), [(uses_it, "forkserver"), (cannot_use_it, "spawn")])
