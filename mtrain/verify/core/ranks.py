@@ -22,6 +22,7 @@ from datetime import timedelta
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from signal import strsignal
 from typing import Any, NamedTuple
 
 import psutil
@@ -246,7 +247,9 @@ class _Ranks:
             succeeded, value = pickle.loads(self._pipes[rank].recv_bytes())
         except EOFError:
             self._processes[rank].join()
-            raise RankFailedError(f"rank {rank} died with exit code {self._processes[rank].exitcode}") from None
+            code = self._processes[rank].exitcode or 0
+            cause = f" ({strsignal(-code)})" if code < 0 else ""
+            raise RankFailedError(f"rank {rank} died with exit code {code}{cause}") from None
         if isinstance(value, MtrainError):
             raise value
         if not succeeded:

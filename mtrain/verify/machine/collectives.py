@@ -153,5 +153,5 @@ def collective_deviations(ranks: Sequence[dict[str, Worst]]) -> Iterator[Deviati
     """Yields the worst rank's deviation of each collective over each kind of group."""
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         (share, size), rank = max((results[name], number) for number, results in enumerate(ranks) if name in results)
-        where = f" ({size} of them, rank {rank})" if share > 0 else ""
+        where = f" (rank {rank}, operands of {size} elements)" if share > 0 else ""
         yield Deviation("collective", f"{name}{where}", 1, share, 0.0)

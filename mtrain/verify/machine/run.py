@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -97,8 +97,7 @@ def verify_machine(request: MachineRequest, progress: Progress, pool: Pool | Non
     origin = Request(None, 1, num_ranks, request.inject, request.command).origin(device)
     origin["environment"] |= machine_of(torch.device(device)) | _devices(device, num_ranks)
     check = MachineCheck(request, num_ranks, origin["created"], progress, pool or Pool(device, PRELOADED))
-    for layout in collective_layouts(num_ranks):
-        check.collectives(layout)
+    check.collectives(collective_layouts(num_ranks))
     check.measure_links()
     for name, config in configs.items():
         check.parity(name, config)
@@ -187,8 +186,12 @@ class MachineCheck:
     def num_steps(self) -> int:
         return 1 if self.request.quick else 2
 
-    def collectives(self, layout: Layout) -> None:
-        """Compares every collective over the groups of a layout with sums on the host."""
+    def collectives(self, layouts: Iterable[Layout]) -> None:
+        """Compares every collective over the groups of each layout with sums on the host."""
+        results = [self._collectives(layout) for layout in layouts]
+        self._add(results, diagnosed(results, lambda result, step: None, MachineReport.text))
+
+    def _collectives(self, layout: Layout) -> LayoutResult:
         sizes = (1, 1003, 65_536, *([] if self.pool.device == "cpu" or self.request.quick else [1_048_576]))
 
         def find() -> dict[str, Any]:
@@ -199,7 +202,7 @@ class MachineCheck:
         axes = {axis: str(degree) for axis, degree in degrees.items() if degree > 1}
         result = attempted(f"collectives of {layout}", axes, layout.world_size, find)
         self.progress(summary(result))
-        self._add([result], diagnosed([result], lambda result, step: None, MachineReport.text))
+        return result
 
     def measure_links(self) -> None:
         """Measures the links; a slow link is not a failure."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _QUANTITIES = {
-    "collective": ("collectives", "elements of {name}"),
+    "collective": ("collectives", "share of wrong elements of {name}"),
     "counters": ("counters", "counter {name}"),
     "samples": ("samples", "{name} of the samples"),
     "lr": ("learning rate", "learning rate"),

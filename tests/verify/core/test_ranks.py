@@ -44,7 +44,10 @@ def test_an_error_for_the_user_arrives_as_itself(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("foreign", r"^rank 1: ZeroDivisionError: seven by zero\nTraceback"), ("die", "rank 1 died with exit code -9")],
+    [
+        ("foreign", r"^rank 1: ZeroDivisionError: seven by zero\nTraceback"),
+        ("die", r"rank 1 died with exit code -9 \(Killed\)$"),
+    ],
 )
 def test_other_failures_name_the_rank(pool: Pool, how: str, said: str) -> None:
     with pytest.raises(RankFailedError, match=said):

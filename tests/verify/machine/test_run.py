@@ -92,14 +92,14 @@ def started(pool: Pool, num_ranks: int, **options: Any) -> MachineCheck:
 )
 def test_a_wrong_collective_is_found_and_named(pool: Pool, fault: str, found: str) -> None:
     check = started(pool, 2, inject=fault)
-    check.collectives(Layout(tp=2, sp=True))
-    (result,) = check.results
+    check.collectives([Layout(tp=2, sp=True), Layout(cp=2)])
+    result, _ = check.results
     first = result.first_failure()
     assert first is not None
     assert first.name.startswith(found)
     assert check.diagnosis is not None
-    assert check.diagnosis.axis == "tp"
-    assert f"first deviation: elements of {found}" in check.diagnosis.lines[1]
+    assert "collectives fail on every layout" in check.diagnosis.lines[0]
+    assert f"first deviation: share of wrong elements of {found} (rank 1, " in check.diagnosis.lines[1]
     wrong = {each.name.split(" ")[0] for each in result.deviations if not each.passed}
     assert wrong == {found.split(" ")[0]}
     assert {each.name.split(" over ")[1].split(" ")[0] for each in result.deviations if not each.passed} == {
@@ -124,8 +124,7 @@ def test_a_slow_link_is_shown_and_fails_nothing(pool: Pool) -> None:
 def test_collectives_of_several_groups_and_odd_numbers_are_exact(pool: Pool, num_ranks: int) -> None:
     check = started(pool, num_ranks)
     layouts = list(collective_layouts(num_ranks))
-    for layout in layouts[-2:]:
-        check.collectives(layout)
+    check.collectives(layouts[-2:])
     assert all(each.passed for each in check.results), [each.first_failure() or each.error for each in check.results]
 
 
@@ -139,7 +138,7 @@ def test_operands_are_exact_in_every_format_and_never_zero() -> None:
 def test_the_worst_rank_of_a_collective_is_reported() -> None:
     ranks = [{"all_reduce of int64 over tp": (0.0, 1)}, {"all_reduce of int64 over tp": (0.5, 1003)}]
     (found,) = collective_deviations(ranks)
-    assert (found.value, found.name) == (0.5, "all_reduce of int64 over tp (1003 of them, rank 1)")
+    assert (found.value, found.name) == (0.5, "all_reduce of int64 over tp (rank 1, operands of 1003 elements)")
 
 
 @pytest.mark.parametrize("error", [KeyError("planted"), DataError("planted"), AssertionError("planted")])
