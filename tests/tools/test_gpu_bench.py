@@ -68,10 +68,22 @@ def test_sections_measure_what_they_say(pool: Pool, names: tuple[str, ...]) -> N
     assert all(each["compared"] > 70 and each["a run without has the same bits"] for each in ordered.values())
     waits = found["waits of the host"]["found"] if "waits of the host" in names else {}
     assert all(":" in line for reads in waits.values() for line in reads)
-    page = markdown({"machine": {"device": "CPU"}, "seconds": 1, "sections": found})
+    sections = {name: {"right if": "it is right", **each} for name, each in found.items()}
+    page = markdown({"machine": {"device": "CPU"}, "seconds": 1, "sections": sections})
     assert "| judged otherwise | **failed**: WrongError: " in page
     assert page.count("| mtrain |") == len(compared) + ("fp8" in names)
     assert "| megatron-core local | " in page
+
+
+def test_the_report_says_what_every_section_must_show() -> None:
+    nothing = {"found": {}, "seconds": 1.0}
+    answers: dict[str, dict[str, Any]] = {
+        "broken": {**nothing, "passed": False, "error": "no kernel", "right if": "it runs"},
+        "waits": {**nothing, "passed": True, "found": {"dense": {}, "packed": {"step.py:1": 1}}, "right if": "one"},
+    }
+    page = markdown({"machine": {"device": "CPU"}, "seconds": 2, "sections": answers})
+    assert "## broken\n\nRight if: it runs.\n\nNothing was found.\n" in page
+    assert "## waits\n\nRight if: one.\n\n- dense: none\n- packed:\n  - step.py:1: 1\n" in page
 
 
 def test_a_section_that_takes_too_long_is_stopped_and_reported(tmp_path: Path) -> None:

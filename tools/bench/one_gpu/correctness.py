@@ -258,7 +258,8 @@ def verified(verb: str, *keys: str) -> Callable[[Bench], dict[str, Any]]:
                 lines = _mtrain(
                     "verify", verb, str(path), "train.precision=fp32", *keys, "--max-ranks", "1"
                 ).splitlines()
-                said[name] = next((line for line in reversed(lines) if line.strip()), "")
+                verdict = next((line for line in reversed(lines) if line.strip()), "")
+                said[name] = verdict.split("; ")[0]  # without the report's files, which are removed
         return said
 
     return run
@@ -304,5 +305,6 @@ def _mtrain(*arguments: str) -> str:
         [sys.executable, "-m", "mtrain", *arguments], capture_output=True, text=True, check=False, env=from_here()
     )
     said = done.stdout + done.stderr
+    print(said)  # into the section's log: the message has the end of it
     need(done.returncode == 0, f"mtrain {' '.join(arguments)} ended with exit code {done.returncode}: {said[-900:]}")
     return done.stdout

@@ -17,16 +17,14 @@ def markdown(report: Mapping[str, Any]) -> str:
         result = "passed" if answer["passed"] else f"**failed**: {_in_a_cell(answer['error'])}"
         lines.append(f"| {name} | {result} | {answer['seconds']} |")
     for name, answer in report["sections"].items():
-        if answer["found"]:
-            right_if = [f"Right if: {answer['right if']}.", ""] if "right if" in answer else []
-            lines += ["", f"## {name}", "", *right_if, *_section(answer["found"])]
+        lines += ["", f"## {name}", "", f"Right if: {answer['right if']}.", "", *_section(answer["found"])]
     return "\n".join(lines) + "\n"
 
 
 def _section(found: Mapping[str, Any]) -> list[str]:
     contenders = {name: each for name, each in found.items() if isinstance(each, dict) and "step s" in each}
     if not contenders:
-        return _items(found)
+        return _items(found) or ["Nothing was found."]
     lines = [f"| contender | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
     for name, each in contenders.items():
         lines.append(f"| {name} | {' | '.join(_number(column, each.get(column)) for column in COLUMNS)} |")
@@ -39,7 +37,7 @@ def _section(found: Mapping[str, Any]) -> list[str]:
 def _items(found: Mapping[str, Any], depth: int = 0) -> list[str]:
     lines = []
     for name, value in found.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             lines += [f"{'  ' * depth}- {name}:", *_items(value, depth + 1)]
         else:
             lines.append(f"{'  ' * depth}- {name}: {_number(name, value)}")
@@ -51,6 +49,8 @@ def _number(name: str, value: Any) -> str:
     match value:
         case None:
             return "not measured"
+        case {}:
+            return "none"
         case bool() | str():
             return str(value)
         case int() | float() if "bytes" in name:
