@@ -42,9 +42,10 @@ def recompute_name(train: TrainSection) -> str:
 def lines(result: SearchResult, num_gpus: int, cluster: Cluster, memory_bytes: int) -> Iterator[str]:
     """Yields the lines of the table, and how each alternative compares with the first."""
     gpu = cluster.gpu
+    nvlink = f"NVLink {gpu.nvlink_bandwidth / _GB:.0f} GB/s, " if cluster.links is None else ""
     yield (
         f"{num_gpus} x {gpu.name} of {memory_bytes / GIB:.0f} GiB, {cluster.gpus_per_node} a node: "
-        f"{gpu.flops / 1e12:.0f} TFLOP/s, NVLink {gpu.nvlink_bandwidth / _GB:.0f} GB/s, network "
+        f"{gpu.flops / 1e12:.0f} TFLOP/s, {nvlink}network "
         f"{gpu.network_bandwidth / _GB:.0f} GB/s a GPU; the estimate may fill {USABLE_MEMORY:.0%} of the memory"
     )
     if cluster.links is not None:

@@ -173,6 +173,7 @@ def test_plan_takes_a_measured_file_and_says_which(tmp_path: Path) -> None:
     said = f"links in a node: {links}\n"
     assert f"on 2026-11-28 (fingerprint {links.fingerprint}): large transfers reach 20 GB/s, after 20 us" in said
     assert (code, said in text, said in planned.read_text()) == (0, True, True), text
+    assert "NVLink 25 GB/s" not in text, "nobody measured the bandwidth before its efficiency"
     code, text = call(*asked, "--measured", file, "--nvlink-gbs", 100)
     assert (code, "--measured and --nvlink-gbs" in text) == (2, True)
     code, text = call(*asked, "--measured", tmp_path / "nowhere")
