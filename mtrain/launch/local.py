@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from mtrain.base.certificate import certificate_folder, certificates
 from mtrain.base.errors import ConfigError, MachineError, RankLostError
 from mtrain.base.files import disk_faults
 from mtrain.base.heartbeat import Beat
@@ -46,13 +47,15 @@ def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]
 
     Args:
         certifies: Whether to run `mtrain verify backend` first if this machine has no certificate for these layers.
-            Layers that fail are not used; if the check cannot run, no rank starts.
+            Layers that fail are not used; if the check ends without a certificate, no rank starts.
     """
     config = checked_config(paths, overrides, num_ranks)
     program, arguments = [sys.executable, "-m", "mtrain"], [*map(str, paths), *overrides]
     if certifies:
+        before = _certificate_names()
         checked = subprocess.run([*program, "verify", "backend", *arguments, "--unless-certified"], check=False)
-        if checked.returncode not in (0, 1):  # 1: a candidate is wrong, and its certificate says so
+        # a certificate also says which candidates are wrong or crashed, whatever the exit code
+        if checked.returncode != 0 and _certificate_names() == before:
             return checked.returncode if checked.returncode > 0 else 128 - checked.returncode
     command = [*program, "train", *arguments]
     folder = Path(config.run.dir)
@@ -60,6 +63,10 @@ def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]
     patience_s = _AFTER_WATCHDOG_S if config.watch.enabled else 0.0
     heartbeats = Heartbeats(folder / "heartbeats", config.train.process_group_timeout_s + patience_s)
     return run_ranks(command, num_ranks, folder / "logs", heartbeats=heartbeats)
+
+
+def _certificate_names() -> list[str]:
+    return [certificate.name for certificate in certificates(certificate_folder())]
 
 
 def launch_program(num_ranks: int, program: Path, arguments: Sequence[str]) -> int:

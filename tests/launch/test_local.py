@@ -384,6 +384,22 @@ def test_no_rank_starts_where_layers_cannot_be_certified(tmp_path: Path) -> None
     assert "--certify compares the layers of a configuration" in refused.output
 
 
+@pytest.mark.parametrize(("certified", "code"), [(True, 5), (False, 8)])
+def test_ranks_start_where_a_candidate_crashed_but_a_certificate_says_so(
+    certified: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTRAIN_CERTIFICATES", str(tmp_path / "certificates"))
+    crashed = Certificate("now", {"gpu": "A"}, {}, {"te": Comparison(False, 0.0, 0.0, error="no kernel image")})
+    name = crashed.save(tmp_path / "made").name
+    move = f"mkdir {tmp_path}/certificates; mv {tmp_path}/made/{name} {tmp_path}/certificates" if certified else ":"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$3" = verify ] || exit 5\n{move}\nexit 8\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    ended = CliRunner().invoke(app, ["launch", "local", "-n", "1", written(tmp_path), "--certify"])
+    assert ended.exit_code == code, ended.output
+
+
 @pytest.mark.nightly
 def test_a_run_with_a_certificate_starts_at_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
