@@ -1,7 +1,7 @@
 """Tests correctness and speed on one GPU: `python tools/bench/gpu.py --output FOLDER`, in less than nine minutes.
 
-It needs torch and the package's requirements, but no TransformerEngine. First it checks numbers, then it measures the
-speed of training next to stock megatron-core and a compiled program in plain PyTorch; report.json and report.md have
+It needs torch and the package's requirements, but no TransformerEngine. First it measures the speed of training next to
+stock megatron-core and a compiled program in plain PyTorch, then it checks numbers; report.json and report.md have
 both. Sections run one after the other, each in a process of its own with a time limit of its own, so that one that
 fails, hangs or runs out of memory does not affect the others; the exit code is 1 where any did. `--device cpu --tiny`
 runs the same sections on small shapes, to try the program itself: its speeds mean nothing.

@@ -109,7 +109,8 @@ def tolerances(train: TrainSection) -> tuple[Tolerance, ...]:
         Tolerance(
             kind,
             floor(train, kind, "largest"),
-            "4 e + 2 u + 4 q (largest element), 2 e + u / sqrt(3) + q (root mean square); here with e = 0",
+            "4 e + 2 u + 4 q (largest element), 2 e + u / sqrt(3) + q (root mean square); e is the error of our torch "
+            "layers, here 0",
             {"u": UNIT_ROUNDOFF[train.precision], "q": _in_8_bits(train, kind)},
             meanings.get(kind, "The gradient of a weight.") + " e is the error of our torch layers from float64, q the "
             "rounding of products in 8 bits, u that of the run's precision.",

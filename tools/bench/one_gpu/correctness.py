@@ -286,7 +286,7 @@ def certified(bench: Bench) -> dict[str, Any]:
 
 
 def _times_of(comparison: dict[str, Any]) -> dict[str, Any]:
-    return {key: comparison[key] for key in ("passed", "ms", "own_ms", "error")}
+    return {key: comparison[key] for key in ("passed", "ms", "own_ms", "error") if comparison[key] is not None}
 
 
 def from_here() -> dict[str, str]:
