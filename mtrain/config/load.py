@@ -215,7 +215,7 @@ def read_file(path: Path) -> Source:
 def _refuse_foreign(path: Path, content: Mapping[Any, Any]) -> None:
     if set(content) <= Config.model_fields.keys():
         return
-    from mtrain.config.foreign.recognition import refuse_foreign  # here, because its tables take time to read
+    from mtrain.config.foreign.keys import refuse_foreign  # here, because its tables take time to read
 
     if (message := refuse_foreign(path, content)) is not None:
         raise ConfigError(message)

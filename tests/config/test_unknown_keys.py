@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.axolotl import AXOLOTL
 from mtrain.config.foreign.keys import OURS, SYNONYMS
-from mtrain.config.foreign.megatron_lm import REFUSED, WITHOUT_EFFECT, from_megatron_lm
+from mtrain.config.foreign.megatron_arguments import REFUSED, WITHOUT_EFFECT
+from mtrain.config.foreign.megatron_lm import from_megatron_lm
 from mtrain.config.foreign.ms_swift import MEGATRON, MS_SWIFT
 from mtrain.config.foreign.translation import Row, Translation, try_put
 from mtrain.config.foreign.verl import VERL

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from mtrain.config.foreign.hf_trainer import put_schedule
 from mtrain.config.foreign.images import Part, Parts, all_trained, put_images
+from mtrain.config.foreign.objectives import PREFERENCES, put_likelihood, put_loss_of_pairs
 from mtrain.config.foreign.reading import Form, read_settings, without_unknown
 from mtrain.config.foreign.sharding import CHECKS, put_sharding
 from mtrain.config.foreign.trainers import (
     COMMON,
-    PREFERENCES,
     drop_adapter_of_full_runs,
     finish,
     is_on,
@@ -20,8 +20,6 @@ from mtrain.config.foreign.trainers import (
     put_best,
     put_interval,
     put_length,
-    put_likelihood,
-    put_loss_of_pairs,
     put_project,
     put_whole_batch,
     targets,

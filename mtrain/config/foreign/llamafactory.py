@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from mtrain.config.foreign.hf_trainer import FUNCTIONS, TRAINER, put_parallelism, put_trainer
 from mtrain.config.foreign.images import Part, Parts, put_images, put_limits
+from mtrain.config.foreign.objectives import put_loss_of_pairs
 from mtrain.config.foreign.reading import Form, comma_list, json_or_yaml, read_settings, without_unknown
 from mtrain.config.foreign.trainers import (
     drop_adapter_of_full_runs,
     finish,
     is_on,
     put_best,
-    put_loss_of_pairs,
     put_project,
     saved,
     targets,

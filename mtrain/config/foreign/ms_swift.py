@@ -10,30 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.foreign.command_lines import after_launcher, environment, is_variable, options
 from mtrain.config.foreign.hf_trainer import put_schedule
 from mtrain.config.foreign.images import PIXELS_PER_TOKEN, Part, Parts, is_qwen3, put_images
-from mtrain.config.foreign.reading import read_of
+from mtrain.config.foreign.objectives import (
+    LOSSES_OF_PAIRS,
+    PREFERENCES,
+    objective_of,
+    put_likelihood,
+    put_loss_of_pairs,
+    reward_model,
+)
+from mtrain.config.foreign.reading import after_launcher, environment, is_variable, options, read_of
 from mtrain.config.foreign.sharding import CHECKS, put_shard, put_sharding
 from mtrain.config.foreign.trainers import (
     BALANCE,
     COMMON,
-    LOSSES_OF_PAIRS,
-    PREFERENCES,
     drop_adapter_of_full_runs,
     finish,
     is_on,
-    objective_of,
     permit_layout_dependent,
     put_best,
     put_interval,
     put_length,
-    put_likelihood,
-    put_loss_of_pairs,
     put_project,
     put_warmup,
     put_whole_batch,
-    reward_model,
 )
 from mtrain.config.foreign.translation import Row, Settings, Translation, lost, rows_of, translated
 from mtrain.config.foreign.values import listed, mapping, number, scalar

@@ -8,22 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.foreign.command_lines import options
 from mtrain.config.foreign.hf_trainer import FUNCTIONS, TRAINER, accelerate_settings, put_parallelism, put_trainer
 from mtrain.config.foreign.images import all_trained, put_images
-from mtrain.config.foreign.reading import Form, Given, read_settings, without_unknown
-from mtrain.config.foreign.trainers import (
-    aggregate_as_main,
-    drop_adapter_of_full_runs,
-    files_of,
-    finish,
-    is_on,
-    put_best,
-    put_likelihood,
-    put_loss_of_pairs,
-    reward_model,
-    targets,
-)
+from mtrain.config.foreign.objectives import aggregate_as_main, put_likelihood, put_loss_of_pairs, reward_model
+from mtrain.config.foreign.reading import Form, Given, options, read_settings, without_unknown
+from mtrain.config.foreign.trainers import drop_adapter_of_full_runs, files_of, finish, is_on, put_best, targets
 from mtrain.config.foreign.translation import Row, Settings, Translation, deferred, rows_of, translated
 from mtrain.config.foreign.values import is_same, listed, number
 from mtrain.config.load import read_mapping

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.foreign.command_lines import after_launcher, is_variable, sets_environment
 from mtrain.config.foreign.images import Part, Parts, all_trained, put_images
-from mtrain.config.foreign.reading import leaves, read_of
+from mtrain.config.foreign.objectives import aggregate_as_main
+from mtrain.config.foreign.reading import after_launcher, is_variable, leaves, read_of, sets_environment
 from mtrain.config.foreign.sharding import put_shard
 from mtrain.config.foreign.trainers import (
     COMMON,
-    aggregate_as_main,
     drop_adapter_of_full_runs,
     finish,
     is_on,

@@ -9,9 +9,9 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.axolotl import from_axolotl
-from mtrain.config.foreign.command_lines import after_launcher
 from mtrain.config.foreign.megatron_lm import from_megatron_lm
 from mtrain.config.foreign.ms_swift import from_ms_swift
+from mtrain.config.foreign.reading import after_launcher
 from mtrain.config.foreign.translation import Translation
 from mtrain.config.foreign.verl import from_verl
 from tests.cli.command_line import call

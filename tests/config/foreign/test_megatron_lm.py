@@ -7,7 +7,8 @@ import yaml
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.foreign.megatron_lm import FLAGS, REFUSED, TRANSLATED, WITHOUT_EFFECT, from_megatron_lm
+from mtrain.config.foreign.megatron_arguments import FLAGS, REFUSED, TRANSLATED, WITHOUT_EFFECT
+from mtrain.config.foreign.megatron_lm import from_megatron_lm
 from mtrain.hf.configuration import resolved
 from tests.messages import refuses
 
@@ -213,3 +214,10 @@ def test_conversations_are_separate_anyway() -> None:
     found = from_megatron_lm(words.split()).checked(resolved)
     assert found.get("data.isolate_documents") is None
     assert {"--reset-position-ids", "--reset-attention-mask"} <= set(found.without_effect)
+
+
+def test_modules_that_are_not_recomputed_here_are_no_reason_to_refuse() -> None:
+    words = f"{BASE} --recompute-granularity selective --recompute-modules mla_up_proj"
+    found = from_megatron_lm(words.split()).checked(resolved)
+    assert (found.get("train.recompute"), found.get("train.recompute_modules")) == ("selective", None)
+    assert any("mla_up_proj" in line for line in found.lost)

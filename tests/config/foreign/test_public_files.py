@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.config.foreign.recognition import NAMES
+from mtrain.config.foreign.keys import NAMES
 from tests.cli.command_line import call
 from tests.config.foreign.programs import head
 from tests.config.foreign.public_files import COMMAND, PAGE, PublicFile, completed, lines, public_files
