@@ -19,6 +19,7 @@ from mtrain.api.turns import SharedBase, Turns, open_engines
 from mtrain.arch import num_parameters
 from mtrain.arch.layout import Layout
 from mtrain.arch.lr import learning_rate
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.core.batch.choices import choice_shapes
 from mtrain.core.batch.datum import Datum, named_choices
@@ -426,7 +427,10 @@ class Engine(Turns):
     def __repr__(self) -> str:
         model, state = self.config.model, "closed" if self._built_step is None else f"step {self.step}"
         location = f"layout {self._groups.layout}, rank {self.rank} of {self.world_size} on {self.device}"
-        return f"<Engine: {num_parameters(model):,} parameters in {model.num_layers} layers; {location}; {state}>"
+        return (
+            f"<Engine: {num_parameters(model):,} parameters in {counted(model.num_layers, 'layer')}; {location}; "
+            f"{state}>"
+        )
 
     def _hf_tensors(self, content: HfContent, dtype: torch.dtype | None = None) -> HfTensors:
         return HfTensors(self._built().model, content, dtype)

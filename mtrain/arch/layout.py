@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import counted
 from mtrain.config import Config, rules
 from mtrain.config.schema.layout import CpComm, LayoutSection, Shard
 
@@ -167,7 +168,9 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
         # the rows of a step follow from its samples; every rank gets a number of rows that the schedule accepts
         yield from _interleaved_schedule(config, microbatches_come_in(config))
     elif config.sequences_per_step % (dp * train.micro_batch_size):
-        sequences = f" of {config.sequences_per_sample} sequences each" if config.sequences_per_sample > 1 else ""
+        sequences = (
+            f" of {counted(config.sequences_per_sample, 'sequence')} each" if config.sequences_per_sample > 1 else ""
+        )
         yield (
             f"train.global_batch_size={train.global_batch_size}{sequences} must be a multiple of "
             f"{dp * train.micro_batch_size} = dp={dp} (world size {world_size}) x train.micro_batch_size="
@@ -216,9 +219,9 @@ def _interleaved_schedule(config: Config, num_microbatches: int) -> Iterator[str
     if not section.pp <= group <= num_microbatches or 0 < last < section.pp:
         name = f"model.megatron.{_GROUP_KEY}={group}" if isinstance(setting, int) else f"layout.pp={group}"
         yield (
-            f"layout.vpp={section.vpp} passes microbatches on in groups of {name}, but a step has {num_microbatches} "
-            f"microbatches, and no group may be smaller than layout.pp={section.pp}; change "
-            "train.global_batch_size or train.micro_batch_size, or set layout.vpp to 1"
+            f"layout.vpp={section.vpp} passes microbatches on in groups of {name}, but a step has "
+            f"{counted(num_microbatches, 'microbatch')}, and no group may be smaller than layout.pp={section.pp}; "
+            "change train.global_batch_size or train.micro_batch_size, or set layout.vpp to 1"
         )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from mtrain.base.errors import MachineError
 from mtrain.base.ground import found_megatron, found_torch
+from mtrain.base.spelling import counted
 from mtrain.base.version import __version__
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
@@ -181,7 +182,7 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
     node = _number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
     if node >= len(counts):
         raise MachineError(
-            f"SLURM_NODEID={node}, but {name}={environ[name]!r} names {len(counts)} nodes; fix the variables"
+            f"SLURM_NODEID={node}, but {name}={environ[name]!r} names {counted(len(counts), 'node')}; fix the variables"
         )
     return counts[node]
 

@@ -26,6 +26,7 @@ from types import TracebackType
 
 from mtrain.base.fault_points import fault_point
 from mtrain.base.signals import at_interrupt
+from mtrain.base.spelling import counted
 
 
 class Phase(StrEnum):
@@ -405,5 +406,5 @@ def verdict(silent: Sequence[Beat], everyone: Sequence[Beat]) -> str:
 
 
 def _listed(beats: Sequence[Beat], state: Callable[[Beat], str]) -> str:
-    more = [f"{len(beats) - _MAX_NAMED} more ranks"] if len(beats) > _MAX_NAMED else []
+    more = [counted(len(beats) - _MAX_NAMED, "more rank")] if len(beats) > _MAX_NAMED else []
     return "; ".join([*(f"rank {beat.rank}: {state(beat)}" for beat in beats[:_MAX_NAMED]), *more])

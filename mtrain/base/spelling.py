@@ -1,4 +1,4 @@
-"""Correction of misspelt names."""
+"""Spelling of texts: what a misspelt name means, and nouns that agree with a number."""
 
 from collections.abc import Iterable
 
@@ -45,3 +45,14 @@ def _is_slip(typed: str, intended: str) -> bool:
         return len(word) > _SHORT
     is_swap = len(extra) == 2 and missing == extra[::-1]
     return len(word) >= _SHORT and (is_swap or len(extra) + len(missing) == 1)
+
+
+def counted(number: int, noun: str, form: str = "") -> str:
+    """Returns a number with its noun, such as 1 rank or 2 ranks.
+
+    Args:
+        noun: Noun in the singular, possibly after adjectives; its plural is regular.
+        form: Format of the number, such as `,`.
+    """
+    ending = "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    return f"{number:{form}} {noun}{'' if number == 1 else ending}"

@@ -8,6 +8,7 @@ import typer
 
 from mtrain.base.errors import ConfigError, with_addresses
 from mtrain.base.ground import require_ground
+from mtrain.base.spelling import counted
 from mtrain.cli.arguments import ConfigArguments, loaded_config, split_arguments
 from mtrain.cli.messages import one_message
 
@@ -106,7 +107,7 @@ def look_at_gpus(
         findings.fact(
             "time of the run",
             f"{seconds * steps / 3600:,.1f} hours on {ranks} x {name}, predicted (docs/machines/planning.md): "
-            f"{steps:,} steps of {seconds:.3g} s" + (", if no samples shared a row" if is_most else ""),
+            f"{counted(steps, 'step', ',')} of {seconds:.3g} s" + (", if no samples shared a row" if is_most else ""),
         )
 
 

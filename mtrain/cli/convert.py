@@ -13,6 +13,7 @@ import typer
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.ground import require_ground
+from mtrain.base.spelling import counted
 from mtrain.cli.arguments import Verbs, folder_of
 from mtrain.cli.messages import one_message
 
@@ -105,7 +106,7 @@ def import_(
             proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers, mtp_depths, vision)
             for note in notes_on_folder(str(hf)):
                 print(f"note: {note}")
-        print(f"proven: {proof.num_tensors} tensors convert back to the same {proof.size_bytes} bytes")
+        print(f"proven: {counted(proof.num_tensors, 'tensor')} convert back to the same {proof.size_bytes} bytes")
         if to is Form.megatron_lm:
             print(
                 f"{out} is complete, without optimizer and random states; start Megatron-LM with: --load {out} "
@@ -189,12 +190,13 @@ def export(
 
 def _print_exported(proof: "Proof") -> None:
     exact = proof.num_tensors - len(proof.rounding)
-    print(f"proven: {exact} tensors are the checkpoint's, {proof.size_bytes} bytes")
+    print(f"proven: {counted(exact, 'tensor')} are the checkpoint's, {proof.size_bytes} bytes")
     if proof.num_in_mxfp4:
         worst = max(proof.rounding.values(), default=0.0)
         print(
-            f"mxfp4: {len(proof.rounding)} of {proof.num_in_mxfp4} tensors were rounded, by at most {worst:.2g} of the "
-            "largest number in a block"
+            f"mxfp4: {len(proof.rounding)} of {counted(proof.num_in_mxfp4, 'tensor')} "
+            f"{'was' if len(proof.rounding) == 1 else 'were'} rounded, by at most {worst:.2g} of the largest number in "
+            "a block"
         )
 
 
@@ -205,7 +207,7 @@ def _export_adapter(checkpoint: Path, out: Path, dtype: ExportDtype) -> None:
     if dtype is ExportDtype.mxfp4:
         raise ConfigError("--dtype mxfp4 writes whole models, but --adapter an adapter; remove one of them")
     proof = export_adapter(checkpoint, out, DTYPE_NAMES.get(dtype))
-    print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")
+    print(f"proven: {counted(proof.num_tensors, 'tensor')} are the checkpoint's, {proof.size_bytes} bytes")
     print(f"{out} is complete; load it on top of the frozen model with peft.PeftModel.from_pretrained")
 
 
@@ -223,7 +225,7 @@ def verify(
         from mtrain.convert.verifying import verify_hf
 
         proof = verify_hf(checkpoint, hf, workers)
-        print(f"proven: {proof.num_tensors} tensors are the same, {proof.size_bytes} bytes")
+        print(f"proven: {counted(proof.num_tensors, 'tensor')} are the same, {proof.size_bytes} bytes")
         if check_logits:
             _check_logits(checkpoint, hf, threshold)
 

@@ -11,6 +11,7 @@ import typer
 
 from mtrain.base.errors import DataError
 from mtrain.base.log import output_console
+from mtrain.base.spelling import counted
 from mtrain.cli.arguments import Verbs, folder_of
 from mtrain.cli.messages import one_message
 
@@ -53,7 +54,9 @@ def show(path: PathArgument) -> None:
         for name, value in described(contents).items():
             print(f"{name:<15}{value}")
         for (group, dtype), total in totals(contents).items():
-            shown = f"{total.num_tensors} tensors, {total.num_elements:,} elements, {_size(total.size_bytes)}"
+            shown = (
+                f"{counted(total.num_tensors, 'tensor')}, {total.num_elements:,} elements, {_size(total.size_bytes)}"
+            )
             print(f"{group:<15}{dtype}: {shown}")
         table = _table("tensor", "dtype", "shape", "size", "slices")
         for key, tensor in sorted(contents.tensors.tensors.items()):
@@ -92,7 +95,8 @@ def diff(
             output_console().print(table)
         same = sum(tensor.num_differing == 0 for tensor in result.compared)
         print(
-            f"{'equal' if result.is_equal else 'different'}: {same} of {len(result.compared)} common tensors are equal"
+            f"{'equal' if result.is_equal else 'different'}: {same} of "
+            f"{counted(len(result.compared), 'common tensor')} {'is' if same == 1 else 'are'} equal"
         )
     raise typer.Exit(0 if result.is_equal else 1)
 
@@ -110,7 +114,7 @@ def verify(path: PathArgument) -> None:
         files = contents.manifest.files
         verify_files(CheckpointEntry(contents.folder, contents.manifest), files, os.cpu_count() or 1)
         size = _size(sum(facts.size_bytes for facts in files.values()))
-        print(f"verified {contents.folder}: {len(files)} files, {size}, every byte as saved")
+        print(f"verified {contents.folder}: {counted(len(files), 'file')}, {size}, every byte as saved")
 
 
 @inspect_app.command()
@@ -135,14 +139,20 @@ def _print_step(ledger: Ledger, step: int, source: str | None) -> bool:
 
     entry, start = ledger.step(step), ledger.start_of(step)
     names = start.sources
-    print(f"step {step}: digest of the trained samples {entry.digest:016x}, read by {len(ledger.steps[step])} ranks")
+    print(
+        f"step {step}: digest of the trained samples {entry.digest:016x}, read by "
+        f"{counted(len(ledger.steps[step]), 'rank')}"
+    )
     if number := phase_number(start.phases, step):
         print(f"phase {number} of the curriculum, {start.phases[number - 1]}")
     if entry.skipped:
         print("the step was skipped: it made no update")
     for part in entry.sources:
         if source in (None, names[part.source]):
-            counts = f"{len(part.ids)} samples, {part.tokens:,} tokens, {part.loss_tokens:,} in the loss"
+            counts = (
+                f"{counted(len(part.ids), 'sample')}, {counted(part.tokens, 'token', ',')}, {part.loss_tokens:,} in "
+                "the loss"
+            )
             print(f"{names[part.source]}, epoch {part.epoch}: {counts}\n  {ranges(part.ids)}")
     return True
 
@@ -150,7 +160,9 @@ def _print_step(ledger: Ledger, step: int, source: str | None) -> bool:
 def _print_epochs(ledger: Ledger, source: str | None) -> bool:
     for number, phase in enumerate(ledger.phase_totals(), start=1):
         total = sum(phase.samples.values())
-        print(f"phase {number}, steps {phase.phase.from_step + 1} to {phase.last_step}: {total:,} samples")
+        print(
+            f"phase {number}, steps {phase.phase.from_step + 1} to {phase.last_step}: {counted(total, 'sample', ',')}"
+        )
         for name in sorted(phase.phase.shares.keys() | phase.samples.keys()):
             count, share = phase.samples.get(name, 0), phase.phase.shares.get(name, 0.0)
             print(f"  {name}: {count:,}, {count / max(1, total):.2%} of them; {share:.2%} requested")
@@ -170,10 +182,10 @@ def _print_epochs(ledger: Ledger, source: str | None) -> bool:
         if epoch.repeated:
             print(f"{epoch.source}, epoch {epoch.epoch}: repeated {list(epoch.repeated[:_MOST_LINES])}")
     if unread := ledger.unread_of_window():
-        print(f"windows span the ends of epochs: {unread:,} samples of the last window are still to be read")
+        print(f"windows span the ends of epochs: {counted(unread, 'sample', ',')} of the last window still to be read")
     is_sound = not incomplete and not any(epoch.repeated or epoch.lost for epoch in epochs)
     verdict = "each sample of an epoch once" if is_sound else "samples were repeated or lost"
-    print(f"{max(ledger.steps)} steps: {verdict}")
+    print(f"{counted(max(ledger.steps), 'step')}: {verdict}")
     return is_sound
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import counted
 from mtrain.cli.arguments import GlobOption, TextInputs, TextKeyOption
 from mtrain.cli.messages import one_message
 
@@ -28,7 +29,7 @@ def stdlib_corpus(
 
         written = [file for kind in ("text", "qa", "chat") for file in build_stdlib_corpus(kind, output)]
     for file in written:
-        typer.echo(f"{file.path}: {file.num_documents} lines")
+        typer.echo(f"{file.path}: {counted(file.num_documents, 'line')}")
 
 
 def tokenize(
@@ -71,8 +72,8 @@ def tokenize(
             )
     empty = f" ({summary.num_empty} empty ones skipped)" if summary.num_empty else ""
     typer.echo(
-        f"{output_prefix}: {summary.num_documents} documents{empty}, {summary.num_tokens} tokens from "
-        f"{summary.num_bytes / 1e6:.1f} MB in {summary.seconds:.1f} s"
+        f"{output_prefix}: {counted(summary.num_documents, 'document')}{empty}, {counted(summary.num_tokens, 'token')} "
+        f"from {summary.num_bytes / 1e6:.1f} MB in {summary.seconds:.1f} s"
     )
 
 
@@ -160,7 +161,7 @@ def train_tokenizer(
                 control=ControlIds(**{name: number for name, number in ids.items() if number is not None}),
                 overwrite=overwrite,
             )
-    typer.echo(f"{output}: {vocab_size} tokens")
+    typer.echo(f"{output}: {counted(vocab_size, 'token')}")
 
 
 def _refuse(names: list[str], kind: str) -> None:

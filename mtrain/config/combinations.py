@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import assert_never
 
+from mtrain.base.spelling import counted
 from mtrain.config.known_issues import sizes_of_attention
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import COMPILED, Fp8Recipe, TrainSection
@@ -115,8 +116,8 @@ def _deepstack(num_deep: int, config: Sections) -> Iterator[str]:
         first = model.num_layers // (layout.pp * layout.vpp)
     if first < num_deep:
         yield (
-            f"model.vision.deepstack adds features after the first {num_deep} layers, but the first pipeline stage has "
-            f"{first}; lower layout.pp or layout.vpp, or set layout.first_stage_layers"
+            f"model.vision.deepstack adds features after the first {counted(num_deep, 'layer')}, but the first "
+            f"pipeline stage has {first}; lower layout.pp or layout.vpp, or set layout.first_stage_layers"
         )
 
 
@@ -201,8 +202,8 @@ def _unaligned(config: Sections, key: str) -> Iterator[str]:
     tokens = train.micro_batch_size * config.row_width // layout.cp
     if tokens % rows and not config.has_own_fp8:  # ours add rows of zeros
         yield (
-            f"{key} needs a multiple of {rows} tokens in a rank's microbatch, but train.micro_batch_size x row width / "
-            f"layout.cp={tokens}; change one of them, or remove train.fp8"
+            f"{key} needs a multiple of {counted(rows, 'token')} in a rank's microbatch, but train.micro_batch_size x "
+            f"row width / layout.cp={tokens}; change one of them, or remove train.fp8"
         )
 
 

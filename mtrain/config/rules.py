@@ -6,6 +6,7 @@ Each function yields a message for every broken rule: what was given, what is ne
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from mtrain.base.spelling import counted
 from mtrain.config.derived import PREFERENCE_FORMATS, compared, layout_dependent_keys, row_width
 from mtrain.config.extras import ROUTED_EXPERTS, key_and_sizes
 from mtrain.config.schema.data import AnyData, FilesSection, SftSection
@@ -146,10 +147,10 @@ def pipeline(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
         )
     else:
         yield (
-            f"layout.first_stage_layers={layout.first_stage_layers} and layout.last_stage_layers="
-            f"{layout.last_stage_layers} leave {middle_layers} of model.num_layers={model.num_layers} layers for the "
-            f"other {num_middle} of the {stages}, which does not divide evenly; change them or use "
-            "layout.stage_layers"
+            f"layout.first_stage_layers={layout.first_stage_layers} and "
+            f"layout.last_stage_layers={layout.last_stage_layers} leave {middle_layers} of "
+            f"model.num_layers={counted(model.num_layers, 'layer')} for the other {num_middle} of the {stages}, which "
+            "does not divide evenly; change them or use layout.stage_layers"
         )
 
 

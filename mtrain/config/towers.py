@@ -5,6 +5,7 @@ from math import isqrt
 from typing import Any, final
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.base.tensor_slice import Sizes
 from mtrain.config.schema.vision import (
     VISION,
@@ -170,8 +171,8 @@ class Gemma3Tower(TowerDescription):
             )
         if (side := self.fixed_side(section)) % section.merge_size:
             yield (
-                f"merge_size={section.merge_size} must divide the {side} rows of num_positions="
-                f"{section.num_positions}; change one of them"
+                f"merge_size={section.merge_size} must divide the {counted(side, 'row')} of "
+                f"num_positions={section.num_positions}; change one of them"
             )
         yield from uneven_grid(section)
 
@@ -260,8 +261,9 @@ class Gemma3Tower(TowerDescription):
         num_features = section.num_positions // section.patches_per_feature
         if pixels.shape[1:] != shape or image.num_tokens != num_features:
             raise DataError(
-                f"becomes {list(pixels.shape[1:])} numbers and {image.num_tokens} tokens with {image.source}, but "
-                f"model.vision needs {list(shape)} and {num_features}; set data.tokenizer to the folder of the model"
+                f"becomes {list(pixels.shape[1:])} numbers and {counted(image.num_tokens, 'token')} with "
+                f"{image.source}, but model.vision needs {list(shape)} and {num_features}; set data.tokenizer to the "
+                "folder of the model"
             )
         return square_patches(pixels, section.patch_size)
 

@@ -8,6 +8,7 @@ from rich.table import Table as Listing
 
 from mtrain.arch import num_parameters
 from mtrain.base.log import output_console
+from mtrain.base.spelling import counted
 from mtrain.convert.target import open_target
 from mtrain.hf.io.source import open_source
 from mtrain.hf.schema.files import CONFIG_NAME
@@ -31,7 +32,7 @@ def print_contents(path: Path, like: Path | None = None) -> None:
     for dtype, shape in tensors.values():
         dtypes[str(dtype).removeprefix("torch.")] += math.prod(shape)
     counts = ", ".join(f"{count:,} {dtype}" for dtype, count in dtypes.items())
-    heading = f"family: {family.model_type}; {num_parameters(model):,} parameters; {len(tensors)} tensors"
+    heading = f"family: {family.model_type}; {num_parameters(model):,} parameters; {counted(len(tensors), 'tensor')}"
     listing = Listing("tensor", "dtype", "shape")
     for name, (dtype, shape) in tensors.items():
         listing.add_row(name, str(dtype).removeprefix("torch."), " x ".join(map(str, shape)))

@@ -10,6 +10,7 @@ import torch
 
 from mtrain.base.background import mapped
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.convert.carried import Carried
 from mtrain.convert.work import Meter
@@ -92,8 +93,8 @@ def prove(sides: Sides, num_workers: int, check: Callable[[], None] = lambda: No
         differing += [name for name in stored if is_changed(name)]
     if differing:
         raise DataError(
-            f"{len(differing)} of {len(sizes)} tensors differ between {checkpoint.folder} and the Hugging Face folder: "
-            f"{shown_names(differing)}"
+            f"{len(differing)} of {counted(len(sizes), 'tensor')} {'differs' if len(differing) == 1 else 'differ'} "
+            f"between {checkpoint.folder} and the Hugging Face folder: {shown_names(differing)}"
         )
     return Proof(len(sizes), sum(sizes.values()), len(scales), rounding)
 

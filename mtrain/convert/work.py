@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from mtrain.base.errors import ConfigError, DataError, MachineError, RunFolderError
 from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
 from mtrain.base.plain_files import parsed_json
+from mtrain.base.spelling import counted
 
 _log = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def _begin(folder: Path, conversion: dict[str, Any]) -> None:
         if leftover.name not in (_LOCK, *((_CONVERSION, _DONE) if is_resumed else ()), *finished):
             remove(leftover)
     if is_resumed:
-        _log.info(f"resuming an earlier call: {len(finished)} files are done")
+        _log.info(f"resuming an earlier call: {counted(len(finished), 'file')} done")
         return
     (folder / _DONE).mkdir()
     write_atomically(path, text)

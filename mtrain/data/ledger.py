@@ -17,6 +17,7 @@ import numpy as np
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, remove, replacing
+from mtrain.base.spelling import counted
 from mtrain.config.derived import DataPhase
 from mtrain.core.batch.order import SamplePosition
 from mtrain.core.batch.sample import Sample
@@ -237,7 +238,7 @@ class Ledger:
                 continue
             count = sum(len(part.ids) for entry in self.steps[step] for part in entry.sources)
             if count != (expected := self.steps[step][0].num_samples):
-                faults[step] = f"has {count} of {expected} samples"
+                faults[step] = f"has {count} of {counted(expected, 'sample')}"
         return faults
 
     def skipped_steps(self) -> list[int]:

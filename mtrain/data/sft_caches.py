@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from mtrain.base.errors import DataError, NumericError
+from mtrain.base.spelling import counted
 from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, choice_columns
 from mtrain.config.schema.data import SftSection
 from mtrain.config.schema.model import ModelSection
@@ -91,8 +92,8 @@ class SftCaches:
             if empty := source_files(path).empty:
                 yield f"{path}: {left_out(empty)}"
             if cache.num_bad:
-                count = f"{cache.num_bad:,} of {cache.num_records:,} records"
-                yield f"{path}: {count} are bad and left out: {_shown(cache)}"
+                count = f"{cache.num_bad:,} of {counted(cache.num_records, 'record', ',')}"
+                yield f"{path}: {count} {'is' if cache.num_bad == 1 else 'are'} bad and left out: {_shown(cache)}"
 
 
 def _new_encoder(
@@ -116,8 +117,8 @@ def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:
         raise DataError(cache.bad_records()[0])
     if count > (most if most >= 1 else most * cache.num_records):
         raise DataError(
-            f"{path}: {count:,} of {cache.num_records:,} records are bad, more than data.max_bad={most:g} allows: "
-            f"{_shown(cache)}; fix them, or raise data.max_bad"
+            f"{path}: {count:,} of {counted(cache.num_records, 'record', ',')} {'is' if count == 1 else 'are'} bad, "
+            f"more than data.max_bad={most:g} allows: {_shown(cache)}; fix them, or raise data.max_bad"
         )
 
 

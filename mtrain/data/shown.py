@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.derived import compared, data_phases, phase_number
 from mtrain.config.extras import ROUTED_EXPERTS
@@ -79,8 +80,8 @@ class ShownStep:
     @property
     def headline(self) -> str:
         return (
-            f"Step {self.step}{self.phase}: {len(self.samples)} of {self.num_samples} samples, {self.aggregation}, "
-            f"denominator {self.denominator:g}"
+            f"Step {self.step}{self.phase}: {len(self.samples)} of {counted(self.num_samples, 'sample')}, "
+            f"{self.aggregation}, denominator {self.denominator:g}"
         )
 
 
@@ -141,7 +142,7 @@ def _with_pictures(
     ends = np.cumsum(images.grids.prod(axis=1)) // merged
     for image, grid, end in zip(source.images(position.index), images.grids.tolist(), ends.tolist()):
         count = math.prod(grid) // merged
-        contents[end - count] = (for_browser(image.content), f"[image of {count} tokens]")
+        contents[end - count] = (for_browser(image.content), f"[image of {counted(count, 'token')}]")
     for token, place in itertools.zip_longest(tokens, images.places.tolist(), fillvalue=-1):
         assert isinstance(token, ShownToken), "a sample has one token more than places"
         content, text = contents.get(place, (None, ""))
@@ -186,8 +187,8 @@ def headline(sample: ShownSample) -> str:
     weights = [token.weight for token in sample.tokens if token.weight > 0]
     low, high = f"{min(weights, default=0.0):.6g}", f"{max(weights, default=0.0):.6g}"
     spread = low if low == high else f"{low} to {high}"
-    counts = f"{len(sample.tokens)} tokens, {sample.num_trained} trained, each weighs {spread}"
-    replayed = "" if sample.num_routed is None else f"; experts of {sample.num_routed} tokens are replayed"
+    counts = f"{counted(len(sample.tokens), 'token')}, {sample.num_trained} trained, each weighs {spread}"
+    replayed = "" if sample.num_routed is None else f"; experts of {counted(sample.num_routed, 'token')} replayed"
     return f"slot {sample.slot}: {sample.origin}: {counts}; sequence weight {sample.weight:g}{replayed}"
 
 

@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.schema.data import FilesSection
 from mtrain.core.batch.order import BlendPhase, SamplePosition, key_of, permutation
@@ -211,9 +212,12 @@ def known_until(fingerprint: str, step: int) -> str:
 
 def shown(windows: Windows) -> str:
     """Writes the windows in words, for fingerprints and messages."""
-    later = "".join(f", of {window} from {step} updates on" for step, window in windows.later)
+    later = "".join(f", of {window} from {counted(step, 'update')} on" for step, window in windows.later)
     apart = "" if windows.across_epochs else _APART
-    return f" ({windows.num_rows} rows of {windows.row_width} a step, from windows of {windows.window}{later}{apart})"
+    return (
+        f" ({counted(windows.num_rows, 'row')} of {windows.row_width} a step, from windows of "
+        f"{windows.window}{later}{apart})"
+    )
 
 
 _FROM = " from step {}: "

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from mtrain import arch
 from mtrain.arch.activations import Activations
 from mtrain.arch.layout import Layout, most_microbatches
+from mtrain.base.spelling import counted
 from mtrain.config import Config, adapters, known_issues
 from mtrain.config.derived import data_phases
 
@@ -41,13 +42,14 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
     train, model = config.train, config.model
     at_most = "" if config.data.packing is None else "at most "
     tokens = config.sequences_per_step * (config.row_width if config.steps_count_rows else config.data.seq_length)
-    rows = f"{most_microbatches(config, layout)} microbatches x {train.micro_batch_size}"
+    rows = str(train.micro_batch_size)
     if config.data.packing is not None:
-        rows = f"{'' if config.steps_count_rows else at_most}{rows} packed rows of {config.row_width}"
-    unit = "packed rows" if config.steps_count_rows else "samples"
+        rows = f"{counted(train.micro_batch_size, 'packed row')} of {config.row_width}"
+    microbatches = counted(most_microbatches(config, layout), "microbatch")
+    size = counted(train.global_batch_size, "packed row" if config.steps_count_rows else "sample")
     facts = {
-        "layout": f"{layout} on {layout.world_size} ranks",
-        "batch": f"{train.global_batch_size} {unit} = {rows} x dp {layout.dp}",
+        "layout": f"{layout} on {counted(layout.world_size, 'rank')}",
+        "batch": f"{size} = {'' if config.steps_count_rows else at_most}{microbatches} x {rows} x dp {layout.dp}",
         "tokens per step": f"{at_most}{tokens:,}",
         "tokens of the run": f"{at_most}{tokens * train.num_steps:,}",
     }
@@ -70,7 +72,9 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
         facts["each adapter"] = f"{most / _MIB:.3f} MiB of a rank: {state}"
     flops = arch.run_flops_per_token(config)
     if (patches := Activations(config, layout).patches) > 0:
-        facts["images"] = f"at most {patches:,} patches of a microbatch on a rank, if all tokens are of images"
+        facts["images"] = (
+            f"at most {counted(patches, 'patch', ',')} of a microbatch on a rank, if all tokens are of images"
+        )
     facts |= {"FLOPs per token": f"{flops:.4e}", "FLOPs per step": f"{at_most}{flops * tokens:.4e}"}
     facts |= {f"data, phase {number}": str(phase) for number, phase in enumerate(data_phases(config.data), start=1)}
     if model.megatron:

@@ -5,6 +5,7 @@ from typing import assert_never
 
 from mtrain.arch.parameters import padded_vocab_size
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.derived import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
@@ -28,8 +29,8 @@ def look_at_files(config: Config, findings: Findings) -> None:
             check_vocabulary(tokenizer, config.model.vocab_size)
             check_own_tokenizer(config, tokenizer)
             vocab_size, tp = config.model.vocab_size, config.layout.tp
-            rows = f"{padded_vocab_size(config.model, tp):,} rows with padding for tp {tp}"
-            tokens = f"{tokenizer.vocab_size:,} tokens of model.vocab_size={vocab_size:,} ({rows})"
+            rows = f"{counted(padded_vocab_size(config.model, tp), 'row', ',')} with padding for tp {tp}"
+            tokens = f"{counted(tokenizer.vocab_size, 'token', ',')} of model.vocab_size={vocab_size:,} ({rows})"
             findings.fact("tokenizer", f"{tokenizer.path}: {tokens}")
     match config.data:
         case MockSection():
@@ -38,7 +39,11 @@ def look_at_files(config: Config, findings: Findings) -> None:
             for path in source_paths(config.data):
                 with findings.looking():
                     pair = check_pair(path, config.model.vocab_size)
-                    findings.fact("corpus", f"{path}: {pair.num_documents:,} documents, {pair.num_tokens:,} tokens")
+                    findings.fact(
+                        "corpus",
+                        f"{path}: {counted(pair.num_documents, 'document', ',')}, "
+                        f"{counted(pair.num_tokens, 'token', ',')}",
+                    )
         case SftSection():
             if tokenizer is not None:
                 _look_at_records(config, config.data, tokenizer, findings)
@@ -53,7 +58,7 @@ def look_at_files(config: Config, findings: Findings) -> None:
             folder = Path(section.prompts_file or ".").parent
             questions = questions_of(config, tokenizer, [*section.prompts, *further], section.chat, folder=folder)
             longest = max(len(question.ids) for question in questions)
-            findings.fact("prompts", f"{len(questions)} of eval, the longest of {longest} tokens")
+            findings.fact("prompts", f"{len(questions)} of eval, the longest of {counted(longest, 'token')}")
 
 
 def source_paths(data: FilesSection) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoint_at
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
@@ -173,7 +174,9 @@ class Start:
             from mtrain.hf.io.source import source_for  # torch
 
             source = source_for(Path(config.model.hf), config.model)
-            findings.fact(name, f"{config.model.hf}: {len(source.weights.names())} tensors, all of which fit the model")
+            findings.fact(
+                name, f"{config.model.hf}: {counted(len(source.weights.names()), 'tensor')}, all of which fit the model"
+            )
 
     def _look_at_adapter(self, name: str) -> None:
         config = self.config

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mtrain.base.spelling import counted
 from mtrain.config.schema.data import FilesSection
 from mtrain.config.schema.vision import VisionSection
 from mtrain.core.batch.sample import SampleSource
@@ -46,17 +47,20 @@ def packed_steps(epochs: Epochs, dp_size: int) -> PackedSteps:
 def _size(source: SampleSource, seq_length: int, vision: VisionSection | None) -> str:
     """Describes the records of a source, or the samples of running text."""
     if not isinstance(source, SftDataset | PreferenceDataset):
-        return f"{len(source):,} samples of {seq_length:,} tokens"
+        return f"{counted(len(source), 'sample', ',')} of {counted(seq_length, 'token', ',')}"
     cache = source.cache
     images = ""
     if cache.images is not None and vision is not None:
         patches = cache.images.grids.prod(axis=1)
-        images = f" ({int(patches.sum()) // vision.patches_per_feature:,} of {len(patches):,} images, the largest of "
-        images += f"{patches.max():,} patches)"
+        images = (
+            f" ({int(patches.sum()) // vision.patches_per_feature:,} of {counted(len(patches), 'image', ',')}, the "
+            "largest of "
+        )
+        images += f"{counted(patches.max(), 'patch', ',')})"
     too_long = float((cache.lengths > seq_length + 1).mean())
     return (
-        f"{cache.num_records:,} records, {cache.num_tokens:,} tokens{images}, the longest sequence has "
-        f"{cache.lengths.max():,}; {too_long:.1%} are longer than data.seq_length + 1"
+        f"{counted(cache.num_records, 'record', ',')}, {counted(cache.num_tokens, 'token', ',')}{images}, the longest "
+        f"sequence has {cache.lengths.max():,}; {too_long:.1%} are longer than data.seq_length + 1"
     )
 
 
@@ -70,10 +74,13 @@ def _passes(epochs: Epochs, data: FilesSection) -> Iterator[str]:
         size = epochs.num_sequences
         steps = epochs.num_steps(size)
         passed = num_steps / steps if by_rows else num_steps * config.sequences_per_step / size
-        yield f"{size // group:,} samples in {steps:,} steps; the run's {num_steps:,} pass them {passed:.2f} times"
+        yield (
+            f"{counted(size // group, 'sample', ',')} in {counted(steps, 'step', ',')}; the run's {num_steps:,} pass "
+            f"them {passed:.2f} times"
+        )
     elif not by_rows:  # the number of samples per row depends on all sources
         whole = sum(source.weight for source in data.train)
         for source, (name, size_) in zip(data.train, epochs.stream.named_sizes):
             assert size_ is not None, "files have an end"
             passed = num_steps * config.sequences_per_step * source.weight / whole / size_
-            yield f"{name}: {size_ // group:,} samples, passed {passed:.2f} times by the run"
+            yield f"{name}: {counted(size_ // group, 'sample', ',')}, passed {passed:.2f} times by the run"

@@ -27,6 +27,7 @@ from mtrain.base.errors import (
     RunFolderError,
 )
 from mtrain.base.files import write_atomically
+from mtrain.base.spelling import counted
 
 _MEMORY_WORDS = ("OutOfMemoryError", "MemoryError")
 REPORT_TO = "MTRAIN_REPORT_TO"
@@ -190,7 +191,7 @@ def summary(failure: FailureRecord, run_dir: Path, num_failed: int = 1) -> str:
     lines = [f"error: {by}{failure.message}"]
     where = f"rank {failure.rank} on {failure.host}" if failure.rank >= 0 else failure.host
     phase = f", in {failure.place}" if failure.place else ""
-    followers = f"; {num_failed - 1} more ranks failed after it" if num_failed > 1 else ""
+    followers = f"; {counted(num_failed - 1, 'more rank')} failed after it" if num_failed > 1 else ""
     lines.append(f"  class: {failure.kind} (exit code {failure.exit_code}), {where}{phase}{followers}")
     lines += [f"  at: {frame}" for frame in failure.stack]
     lines += [f"  see: {path}" for path in failure.files]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 
 if TYPE_CHECKING:  # loads the data's modules, which the HTTP process does not need
     from mtrain.training.given_images import GivenImages
@@ -90,8 +91,8 @@ def written_out(parts: Mapping[str, Interleaved], given: GivenImages) -> list[ND
             num_bytes += patches.pixels.nbytes
             if image.expected_tokens not in (None, taken):
                 raise DataError(
-                    f"{name}: image {number} takes {taken} tokens, but expected_tokens={image.expected_tokens}; "
-                    "send the right number, or leave it out"
+                    f"{name}: image {number} takes {counted(taken, 'token')}, but "
+                    f"expected_tokens={image.expected_tokens}; send the right number, or leave it out"
                 )
             if num_bytes > _MOST_PATCH_BYTES:
                 raise DataError(

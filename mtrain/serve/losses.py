@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mtrain.api.engine import Engine
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.core.batch.datum import Datum
 from mtrain.core.loss.pair import LossFunction, LossPair, TermInputs, needs_extras, per_token, stacked_extra, weigh
 from mtrain.serve.protocol import MOST_COLUMNS, NO_LOG_PROB, Likeliest, SentDatum
@@ -68,7 +69,7 @@ class Batch:
             )
         lengths = [len(datum.tokens) for datum in sent]
         if sum(lengths) > _MOST_TOKENS:
-            raise DataError(f"data has {sum(lengths)} tokens; send at most {_MOST_TOKENS} at once")
+            raise DataError(f"data has {counted(sum(lengths), 'token')}; send at most {_MOST_TOKENS} at once")
         positions = np.split(np.arange(sum(lengths), dtype=np.float32), np.cumsum(lengths)[:-1])
         data = []
         for number, (datum, position) in enumerate(zip(sent, positions, strict=True)):
@@ -158,7 +159,8 @@ def _extras(
         expected = shape if key in (_TARGETS, _WEIGHTS) else shape[:1]
         if len(shape) not in (1, 2) or shape[0] != len(sent.tokens) or value.shape != expected:
             raise DataError(
-                f"{name} has {len(sent.tokens)} tokens, but {key} of shape {list(value.shape)}; send one for each token"
+                f"{name} has {counted(len(sent.tokens), 'token')}, but {key} of shape {list(value.shape)}; send one "
+                "for each token"
             )
         if not np.isfinite(value).all():
             raise DataError(f"{name} has a number in {key} that is not finite; send finite numbers")

@@ -12,6 +12,7 @@ from mtrain.arch.features import LAYER_PARTS
 from mtrain.arch.layout import Layout
 from mtrain.arch.memory import memory_per_rank, trained_parameters
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.core.ranks.init import any_rank
 
@@ -78,8 +79,9 @@ def sequences_at_once(sizes: Sizes, device: torch.device, length: int) -> int:
     dist.all_reduce(count, dist.ReduceOp.MIN)
     if count.item() < 1:
         raise ConfigError(
-            f"an answer of up to {length} tokens, including the prompt, needs {2 * size / 1e9:.3g} GB on each rank for "
-            "keys and values, and there is not enough memory; request fewer tokens, or close unused sessions"
+            f"an answer of up to {counted(length, 'token')}, including the prompt, needs {2 * size / 1e9:.3g} GB on "
+            "each rank for keys and values, and there is not enough memory; request fewer tokens, or close unused "
+            "sessions"
         )
     return int(count.item())
 

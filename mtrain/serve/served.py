@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from mtrain.arch.adapters import all_matrices
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.schema.adapter import GROUPS, AdapterSection, LoraSection, Target
 from mtrain.config.schema.model import ModelSection
@@ -114,17 +115,17 @@ class Served:
         last_n, most_sampled = body.prompt_logprobs_last_n, body.sampling_params.max_tokens
         room = self.config.data.seq_length - length
         if room < 1 or length < 1:
-            raise DataError(f"the prompt has {length} tokens; send 1 to {self.config.data.seq_length - 1}")
+            raise DataError(f"the prompt has {counted(length, 'token')}; send 1 to {self.config.data.seq_length - 1}")
         if last_n is not None and not (body.prompt_logprobs and last_n < length):
             raise DataError(
-                f"prompt_logprobs_last_n={last_n} needs prompt_logprobs and a longer prompt than {length} tokens; send "
-                "both"
+                f"prompt_logprobs_last_n={last_n} needs prompt_logprobs and a longer prompt than "
+                f"{counted(length, 'token')}; send both"
             )
         most = room if most_sampled is None else min(most_sampled, room)
         numbers = body.num_samples * (length + most * (2 + 2 * body.topk_sample_logprobs))
         if numbers > _MOST_NUMBERS:
             raise DataError(
-                f"num_samples={body.num_samples} of {most} tokens with "
+                f"num_samples={body.num_samples} of {counted(most, 'token')} with "
                 f"topk_sample_logprobs={body.topk_sample_logprobs} are {numbers} numbers; request fewer in one call, "
                 f"at most {_MOST_NUMBERS}"
             )

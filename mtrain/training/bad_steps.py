@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mtrain.base.errors import BadStepError, DataError, NonFiniteError, NumericError, SpikeError, SpoiledStateError
 from mtrain.base.heartbeat import Heartbeat, Phase
+from mtrain.base.spelling import counted
 from mtrain.checkpoint.state.save import Saver
 from mtrain.checkpoint.store.directory import delete_checkpoint, set_aside
 from mtrain.checkpoint.store.manifest import BadStepHistory, RecentUpdates, SkippedInfo
@@ -88,8 +89,8 @@ class Guard:
         for name, value, window, deviations in seen:
             if deviations is not None and value > (limit := highest(window, deviations)):
                 raise SpikeError(
-                    f"the {name} is {value:.6g}, above {limit:.6g}: the median of the previous {len(window)} updates "
-                    f"is {median(window):.6g} (train.on_spike)"
+                    f"the {name} is {value:.6g}, above {limit:.6g}: the median of the previous "
+                    f"{counted(len(window), 'update')} is {median(window):.6g} (train.on_spike)"
                 )
 
     def accept(self, loss: float, grad_norm: float) -> None:

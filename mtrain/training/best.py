@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import counted
 from mtrain.checkpoint.store.manifest import MetricInfo
 from mtrain.config.schema.train import EvalSection, ValidSection
 from mtrain.report.metrics.jsonl import read_records
@@ -102,6 +103,6 @@ class Patience:
         name = "the validation loss" if self.metric.name is None else self.metric.name
         step, value = (0, 0.0) if self.best is None else self.best
         return (
-            f"{name} has not improved on the {value:.6g} of step {step} in {self.num_waited} results (valid.patience="
-            f"{self.section.patience})"
+            f"{name} has not improved on the {value:.6g} of step {step} in {counted(self.num_waited, 'result')} "
+            f"(valid.patience={self.section.patience})"
         )

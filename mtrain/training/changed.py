@@ -10,6 +10,7 @@ from typing import Protocol
 from mtrain.base.errors import DataError, RunFolderError
 from mtrain.base.files import disk_faults
 from mtrain.base.plain_files import NOT_A_PLAIN_FILE, read_plain_file
+from mtrain.base.spelling import counted
 from mtrain.base.yaml_text import MAX_BYTES, read_yaml
 from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, newest_good
 from mtrain.checkpoint.store.manifest import CONFIG_NAME, ChangeInfo
@@ -158,7 +159,7 @@ def _refuse_other_windows(saved: str, now: str, entry: CheckpointEntry) -> None:
 
 
 def _later(windows: Windows) -> str:
-    sizes = ", ".join(f"{window} from {step} updates on" for step, window in windows.later)
+    sizes = ", ".join(f"{window} from {counted(step, 'update')} on" for step, window in windows.later)
     across = ", data.packing.across_epochs=true" if windows.across_epochs else ""
     return (f", data.packing.later: {sizes}" if sizes else "") + across
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.config.schema.data import DataSection, ImagesSection, SftSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.images import SampleImages
@@ -91,7 +92,8 @@ class GivenImages:
             return []
         if len(images) != len(prompts):
             raise _refused(
-                f"there are images for {len(images)} prompts, but {len(prompts)} prompts; give a list for each"
+                f"there are images for {counted(len(images), 'prompt')}, but {counted(len(prompts), 'prompt')}; give a "
+                "list for each"
             )
         found = []
         for number, (prompt, own) in enumerate(zip(prompts, images)):
@@ -126,7 +128,8 @@ class GivenImages:
         if len(features) < total or not is_drawn[rest].all():
             raise _refused(
                 f"{name} has the image token {vision.image_token} {len(at)} times, but its {len(patches)} image(s) "
-                f"take {total} tokens; repeat the token once for each feature, as the processor of transformers does"
+                f"take {counted(total, 'token')}; repeat the token once for each feature, as the processor of "
+                "transformers does"
             )
         if processor is None:
             return None
@@ -135,8 +138,8 @@ class GivenImages:
             tokens = processor.tokens(patch.grid)
             if not np.array_equal(ids[run[0] : run[0] + len(tokens)], tokens):
                 raise _refused(
-                    f"{name} does not have the {len(tokens)} tokens of image {number} side by side; write them as the "
-                    "processor of transformers does"
+                    f"{name} does not have the {counted(len(tokens), 'token')} of image {number} side by side; write "
+                    "them as the processor of transformers does"
                 )
         text = ids.copy()
         text[rest] = -1

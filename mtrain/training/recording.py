@@ -22,6 +22,7 @@ from mtrain.arch import Work, flops_of_step, mfu, peak_flops
 from mtrain.base.errors import MtrainError, RankLostError, RunFolderError
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.heartbeat import Beat, Heartbeat
+from mtrain.base.spelling import counted
 from mtrain.checkpoint.store.steps import published_steps
 from mtrain.config import Config
 from mtrain.config.changes import flat_keys
@@ -199,7 +200,7 @@ class SlowRanks:
             steps = self._watch.slow_rank_windows * self._watch.window_steps
             text = (
                 f"rank {rank} is slow: its own work took {slow[rank]:.2f} times the median of its pipeline stage in "
-                f"the last {steps} steps, and all other ranks wait for it"
+                f"the last {counted(steps, 'step')}, and all other ranks wait for it"
             )
             _log.info(f"warning: {text}")
             self._life.alarmed(window, text, {"slow_rank": rank, "ratio": round(slow[rank], 3)})

@@ -31,6 +31,7 @@ from pydantic import ValidationError
 from mtrain.arch.adapters import keys_of_full_training
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.files import disk_faults, replacing
+from mtrain.base.spelling import counted
 from mtrain.checkpoint.state.base import model_fingerprint
 from mtrain.checkpoint.state.load import load_adapters
 from mtrain.checkpoint.store.directory import checkpoint_at
@@ -306,7 +307,9 @@ class References:
         """Scores all sequences of a source, one step's worth at a time, and writes the scores to files."""
         config, groups = model.config, model.groups
         if groups.rank == 0:
-            _log.info(f"scoring {source.num_sequences:,} sequences under the reference model, once for the run")
+            _log.info(
+                f"scoring {counted(source.num_sequences, 'sequence', ',')} under the reference model, once for the run"
+            )
         scores = np.full(source.num_sequences, np.nan)
         count, size = num_microbatches(config, groups), config.sequences_per_step
         for number, microbatches in enumerate(self._passes(model, source)):

@@ -19,6 +19,7 @@ from mtrain.base.errors import DataError, NumericError, SpoiledStateError, StopR
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.heartbeat import Heartbeat, Phase, current_pulse
 from mtrain.base.signals import StopSignal
+from mtrain.base.spelling import counted
 from mtrain.checkpoint.state.replicas import ReplicaCheck
 from mtrain.checkpoint.state.save import Provenance, Saver
 from mtrain.checkpoint.store.directory import newest_good
@@ -202,8 +203,9 @@ def _say_if_finished(folder: RunFolder, num_steps: int) -> None:
         newest = newest_good(folder.checkpoints).entry
     if newest is not None and newest.step >= num_steps:
         _log.info(
-            f"{folder.path} is finished: its newest checkpoint has completed {newest.step} steps, and train.num_steps="
-            f"{num_steps}; nothing is trained. Raise train.num_steps to continue, or set another run.dir"
+            f"{folder.path} is finished: its newest checkpoint has completed {counted(newest.step, 'step')}, and "
+            f"train.num_steps={num_steps}; nothing is trained. Raise train.num_steps to continue, or set another "
+            "run.dir"
         )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mtrain.arch.lr import learning_rate
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.spelling import counted
 from mtrain.checkpoint.state.start_weights import load_hf_weights
 from mtrain.config import Config
 from mtrain.config.schema.data import SftSection
@@ -187,7 +188,10 @@ def _data(config: Config, inputs: Sequence[_StepInputs]) -> str:
     if config.model.vision is None:
         return data
     with_images = sum("pixel_values" in rows.images for each in inputs for rows in each.step.rows)
-    return f"{data}, {with_images or 'none'} of {sum(len(each.step.rows) for each in inputs)} samples with images"
+    return (
+        f"{data}, {with_images or 'none'} of {counted(sum(len(each.step.rows) for each in inputs), 'sample')} with "
+        "images"
+    )
 
 
 def _documents(

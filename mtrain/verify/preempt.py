@@ -22,6 +22,7 @@ import psutil
 from mtrain.base.errors import ConfigError, UnfinishedError
 from mtrain.base.fault_points import REACHED, VARIABLE, InjectedFault
 from mtrain.base.heartbeat import Phase
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.config.schema.data import AnyData, MockSection
@@ -177,7 +178,7 @@ def verify_preempt(
         **request.origin(device),
         config=base.config.model_dump(mode="json"),
         changes=(*shrunk.changes, *notes),
-        data=f"{request.num_steps} steps of {samples}",
+        data=f"{counted(request.num_steps, 'step')} of {samples}",
         num_steps=request.num_steps,
         tolerances=(),
         tensors=(),
@@ -192,7 +193,7 @@ def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk,
     if request.layouts is not None:
         named = parse_trials(request.layouts, config.layout, max_ranks)
         if len(named) != 1:
-            raise ConfigError(f"--layouts names {len(named)} layouts, but a drill uses one; name one")
+            raise ConfigError(f"--layouts names {counted(len(named), 'layout')}, but a drill uses one; name one")
         (trial,) = named
     steps = request.num_steps
     overrides: dict[str, dict[str, Any]] = {

@@ -163,8 +163,8 @@ def test_the_program_is_the_one_of_the_wheel(installed: Installed) -> None:
 @pytest.mark.nightly  # the programs themselves have tests in their packages
 def test_it_takes_text_to_a_trained_model(installed: Installed) -> None:
     installed.mtrain("train-tokenizer a.txt --output words.model --vocab-size 300")
-    assert "1 documents" in installed.mtrain("tokenize a.txt --tokenizer words.model --output-prefix corpus")
-    assert "on 1 ranks" in installed.mtrain("check run.yaml text.yaml configs/layout/single.yaml --world-size 1")
+    assert "1 document, " in installed.mtrain("tokenize a.txt --tokenizer words.model --output-prefix corpus")
+    assert "on 1 rank" in installed.mtrain("check run.yaml text.yaml configs/layout/single.yaml --world-size 1")
     installed.mtrain("train run.yaml text.yaml configs/layout/single.yaml")
     records = (installed.project / "runs" / "first" / "metrics.jsonl").read_text()
     assert records.count('"loss"') >= 2

@@ -100,7 +100,7 @@ def test_differences_are_reported_by_key_the_worst_first(tmp_path: Path) -> None
     code, text = said("diff", a, b)
     assert code == 1
     assert all(words in text for words in (f"only in {a}: gone", "shapes differ: shape: [7] and [3]", "1 of 24"))
-    assert text.splitlines()[-1] == "different: 1 of 3 common tensors are equal"
+    assert text.splitlines()[-1] == "different: 1 of 3 common tensors is equal"
 
 
 def test_equal_numbers_of_other_precision_are_a_difference(tmp_path: Path) -> None:

@@ -156,4 +156,4 @@ def test_what_is_lost_of_a_file_is_said_once_however_many_sets_name_it(configure
     path = config.data.train[0].path  # type: ignore[union-attr]
     config = configured(lines, valid={"one": [{"path": path}], "two": [{"path": path}]})
     (note,) = StepLoader(config, 0, 1).notes
-    assert "1 of 10 samples have more than 9 tokens: cut at the end by 4 tokens in all" in note
+    assert "1 of 10 samples has more than 9 tokens: cut at the end by 4 tokens in all" in note

@@ -13,7 +13,7 @@ def test_packed_rows_are_counted_by_their_bound() -> None:
         line[:18].strip(): line[18:]
         for line in plan_lines(config(data=PACKED, train__tokens_per_micro_batch=256), world_size=2)
     }
-    assert lines["batch"] == "16 samples = at most 8 microbatches x 1 packed rows of 256 x dp 2"
+    assert lines["batch"] == "16 samples = at most 8 microbatches x 1 packed row of 256 x dp 2"
     assert lines["tokens per step"] == "at most 1,024"
     assert lines["tokens of the run"] == "at most 10,240"
     assert lines["FLOPs per step"].startswith("at most ")
@@ -26,7 +26,7 @@ def test_steps_that_count_rows_say_so() -> None:
             config(data={**PACKED, "packing": {"batch": "rows"}}, train__tokens_per_micro_batch=256), world_size=2
         )
     }
-    assert lines["batch"] == "16 packed rows = 8 microbatches x 1 packed rows of 256 x dp 2"
+    assert lines["batch"] == "16 packed rows = 8 microbatches x 1 packed row of 256 x dp 2"
     assert lines["tokens per step"] == "at most 4,096"
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.state.base import base_of, check_base, refused_as_model
 from mtrain.checkpoint.state.reader import GlobalTensors, ReadTarget, load_parameters, load_shards, target_of
@@ -284,8 +285,8 @@ def _resumable_state(entry: CheckpointEntry, config: Config, base: BaseInfo | No
     # the count of samples determines their order, so another batch size would skip or repeat some
     if state.consumed_samples != state.step * config.train.global_batch_size:
         raise DataError(
-            f"{entry.path} has seen {state.consumed_samples} samples in {state.step} steps, which does not fit "
-            f"train.global_batch_size={config.train.global_batch_size}; set it as it was saved"
+            f"{entry.path} has seen {counted(state.consumed_samples, 'sample')} in {counted(state.step, 'step')}, "
+            f"which does not fit train.global_batch_size={config.train.global_batch_size}; set it as it was saved"
         )
     if (state.loss_scaler is not None) != (config.train.precision == "fp16"):
         raise DataError(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.base.errors import NumericError, SpoiledStateError
+from mtrain.base.spelling import counted
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of
 from mtrain.core.engine.rank_model import RankModel
@@ -140,7 +141,7 @@ def _difference(digests: Sequence[tuple[Held, Tensor]]) -> str:
     counts = Counter(digest.value for digest in by_rank.values())
     (most, number), *minorities = counts.most_common()
     what = next(iter(by_rank.values())).what
-    more = f"; {len(differing) - 1} more such tensors" if len(differing) > 1 else ""
+    more = f"; {counted(len(differing) - 1, 'more such tensor')}" if len(differing) > 1 else ""
     if minorities and minorities[0][1] == number:  # no majority
         return f"{what} has different bits on each of {_ranks(list(by_rank))}, which should be equal{more}"
     odd = [rank for rank, digest in by_rank.items() if digest.value != most]

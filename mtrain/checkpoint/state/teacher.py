@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import counted
 from mtrain.checkpoint.state.base import model_fingerprint
 from mtrain.checkpoint.state.load import load_frozen_weights
 from mtrain.checkpoint.store.directory import CheckpointEntry
@@ -67,7 +68,7 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
         model = load_config([path], []).model
     if model.vocab_size != config.model.vocab_size:
         raise ConfigError(
-            f"loss.teacher.checkpoint: the teacher's vocabulary has {model.vocab_size} tokens ({path}), but "
+            f"loss.teacher.checkpoint: the teacher's vocabulary has {counted(model.vocab_size, 'token')} ({path}), but "
             f"model.vocab_size={config.model.vocab_size}; use a teacher with the same tokenizer"
         )
     vision = _tower_for(config.model.vision, model.vision, path)

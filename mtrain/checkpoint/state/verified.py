@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mtrain.base.errors import DataError, MachineError
 from mtrain.base.plain_files import read_plain_file
+from mtrain.base.spelling import counted
 from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, files_of_reader, reading, verify_files
 from mtrain.checkpoint.store.manifest import MANIFEST_NAME, MOST_BYTES, parsed_manifest
 from mtrain.core.ranks.init import on_all_ranks, on_first_rank
@@ -84,5 +85,5 @@ def _fault(entry: CheckpointEntry, stack: contextlib.ExitStack, tell: Callable[[
         size = sum(facts.size_bytes for facts in files.values())
         seconds = time.monotonic() - began
         old = "" if entry.manifest.is_sealed else "; its manifest, of version 0.1.0, has no checksum of itself"
-        tell(f"verified {entry.path}: {len(files)} files, {size / 1e9:.3g} GB in {seconds:.1f} s{old}")
+        tell(f"verified {entry.path}: {counted(len(files), 'file')}, {size / 1e9:.3g} GB in {seconds:.1f} s{old}")
     return first

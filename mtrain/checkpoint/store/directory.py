@@ -25,6 +25,7 @@ from typing import NamedTuple
 from mtrain.base.background import mapped
 from mtrain.base.errors import DataError, MachineError, RunFolderError
 from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
+from mtrain.base.spelling import counted
 from mtrain.checkpoint.format.hashed_file import read_facts
 from mtrain.checkpoint.store.manifest import (
     MANIFEST_NAME,
@@ -346,6 +347,6 @@ def verify_files(entry: CheckpointEntry, names: Collection[str], num_threads: in
         actual = mapped(lambda name: read_facts(entry.path / name, saved[name].algorithm), names, num_threads)
     changed = [name for name, facts in zip(names, actual, strict=True) if facts != saved[name]]
     if changed:
-        more = f" (and {len(changed) - 1} more files)" if len(changed) > 1 else ""
+        more = f" (and {counted(len(changed) - 1, 'more file')})" if len(changed) > 1 else ""
         shown = saved[changed[0]].algorithm.shown
         raise DataError(f"{entry.path / changed[0]}{more} has changed since it was saved ({shown} differs)")

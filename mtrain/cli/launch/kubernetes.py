@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mtrain.base.spelling import counted
 from mtrain.cli.arguments import ConfigArguments, split_arguments, with_options
 from mtrain.cli.messages import one_message
 
@@ -63,7 +64,10 @@ def kubernetes(arguments: ConfigArguments, options: PodOptions) -> None:
             return
         with disk_faults(f"write {output}"):
             output.write_text(text)
-    typer.echo(f"{output}: {job.num_ranks} ranks on {job.nodes} nodes; start them with kubectl apply -f {output}")
+    typer.echo(
+        f"{output}: {counted(job.num_ranks, 'rank')} on {counted(job.nodes, 'node')}; start them with kubectl apply -f "
+        f"{output}"
+    )
 
 
 def torchrun(

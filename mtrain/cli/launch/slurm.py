@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import counted
 from mtrain.cli.arguments import ConfigArguments, loaded_config, split_arguments, with_options
 from mtrain.cli.messages import one_message
 
@@ -122,7 +123,10 @@ def slurm(arguments: ConfigArguments, options: JobOptions) -> None:
             typer.echo(submission.files[SCRIPT], nl=False)
             return
         number = _submitted(submission, service)
-        typer.echo(f"job {number}: {job.num_ranks} ranks on {job.nodes} nodes, from {submission.folder / SCRIPT}")
+        typer.echo(
+            f"job {number}: {counted(job.num_ranks, 'rank')} on {counted(job.nodes, 'node')}, from "
+            f"{submission.folder / SCRIPT}"
+        )
         if service is None:
             return
         from mtrain.launch.slurm.service import wait_for_service, ways_there

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import counted
 from mtrain.config.foreign.reading import json_or_yaml
 from mtrain.config.foreign.sharding import CHECKS, put_sharding
 from mtrain.config.foreign.trainers import (
@@ -196,11 +197,11 @@ def _parallelism(config: Translation, content: Mapping[str, Any]) -> int:
         return copies * parts if copies * parts > 1 else 0
     if processes % together:
         raise ConfigError(
-            f"num_processes={processes} is not a multiple of the {together} ranks of parallelism_config that share a "
-            "row; fix one of them"
+            f"num_processes={processes} is not a multiple of the {counted(together, 'rank')} of parallelism_config "
+            "that share a row; fix one of them"
         )
     if together > 1:
-        config.notes.append(f"num_processes={processes} is {processes // together} data-parallel ranks")
+        config.notes.append(f"num_processes={processes} is {counted(processes // together, 'data-parallel rank')}")
     return processes // together
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from mtrain.base.spelling import counted
 from mtrain.config.foreign.megatron_arguments import TABLE, Arguments, read_arguments
 from mtrain.config.foreign.sharding import put_shard
 from mtrain.config.foreign.trainers import BALANCE, permit_layout_dependent, recomputed_modules
@@ -330,8 +331,8 @@ def _stages(run: Arguments, text: str) -> None:
     if counts is None or len(counts) % ranks:
         run.refuse(
             f"--{name} {text}: layout.stage_layers is the number of layers of each stage, at least one, with the "
-            f"embedding in the first and the rest in the last, and their number is a multiple of {ranks} ranks; "
-            "divide the layers so"
+            "embedding in the first and the rest in the last, and their number is a multiple of "
+            f"{counted(ranks, 'rank')}; divide the layers so"
         )
         return
     run.put_value("layout.stage_layers", counts, name)

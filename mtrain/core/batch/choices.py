@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import counted
 from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
@@ -71,9 +72,9 @@ def shaped_experts(value: Any, num_tokens: int, shape: tuple[int, ...], name: st
         return np.empty((0, *shape), np.int32)
     if values.shape not in ((num_tokens - 1, *shape), (num_tokens, *shape)):
         raise ValueError(
-            f"{name} has {num_tokens} tokens, but {ROUTED_EXPERTS} of shape {list(values.shape)}; give [tokens, "
-            f"layers, k] = [{num_tokens - 1}, {shape[0]}, {shape[1]}]: one row for each token but the last (a row for "
-            f"the last is ignored), all layers of the model including dense ones (model.num_layers), and "
+            f"{name} has {counted(num_tokens, 'token')}, but {ROUTED_EXPERTS} of shape {list(values.shape)}; give "
+            f"[tokens, layers, k] = [{num_tokens - 1}, {shape[0]}, {shape[1]}]: one row for each token but the last (a "
+            "row for the last is ignored), all layers of the model including dense ones (model.num_layers), and "
             f"model.experts.top_k; {MAKERS}"
         )
     return values[: num_tokens - 1]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError, NumericError
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, as_configured, column
 from mtrain.config.schema.loss import LABEL, NUMBER_LOSSES
@@ -80,8 +81,9 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     ids = _ids(datum.input_ids, name, size)
     if not 1 <= len(ids) <= most:
         raise _fault(
-            f"{name} has input_ids of shape {[len(ids)]}, but needs one row of 1 to {most} tokens (data.seq_length="
-            f"{length}{', plus one that is only predicted' if head is None else ''}); cut it, or raise data.seq_length"
+            f"{name} has input_ids of shape {[len(ids)]}, but needs one row of 1 to {counted(most, 'token')} "
+            f"(data.seq_length={length}{', plus one that is only predicted' if head is None else ''}); cut it, or "
+            "raise data.seq_length"
         )
     datum = replace(datum, input_ids=ids, weight=_number(datum.weight, f"{name}: weight"))
     if head is not None:

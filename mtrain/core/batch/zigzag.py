@@ -9,13 +9,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from mtrain.base.spelling import counted
 from mtrain.core.batch.batch import Microbatch
 
 
 def zigzag_index(seq: int, cp_size: int, cp_rank: int) -> Tensor:
     """Returns the positions of a row that a context-parallel rank holds, in order, [seq / cp_size] int64 on the CPU."""
     chunk, remainder = divmod(seq, 2 * cp_size)
-    assert not remainder, f"a row of {seq} tokens cannot be cut into 2 x cp = {2 * cp_size} chunks"
+    assert not remainder, f"a row of {counted(seq, 'token')} cannot be cut into 2 x cp = {2 * cp_size} chunks"
     # the cost of a chunk grows with the number of chunks before it, and r + (2 cp - 1 - r) is the same for every rank
     first, second = cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk
     return torch.cat((torch.arange(first, first + chunk), torch.arange(second, second + chunk)))

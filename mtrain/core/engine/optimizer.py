@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import ConfigError, NonFiniteError, NumericError
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.schema.bounds import FLOAT32_LARGEST
 from mtrain.config.schema.train import AdamWSection, MuonSection
@@ -113,9 +114,10 @@ class Skips:
         if self._in_a_row < self._most and self._at_smallest_scale < _MOST_SKIPS_AT_SMALLEST_SCALE:
             return
         raise NumericError(
-            f"{self._in_a_row} updates in a row were skipped, because gradients overflowed in fp16; the loss scale has "
-            f"fallen to {loss_scale:g} (train.max_skipped_steps={self._most}), the weights are those before them. "
-            "Use train.precision=bf16, lower optimizer.lr, look at the data, or raise train.max_skipped_steps"
+            f"{counted(self._in_a_row, 'update')} in a row {'was' if self._in_a_row == 1 else 'were'} skipped, because "
+            f"gradients overflowed in fp16; the loss scale has fallen to {loss_scale:g} "
+            f"(train.max_skipped_steps={self._most}), the weights are those before them. Use train.precision=bf16, "
+            "lower optimizer.lr, look at the data, or raise train.max_skipped_steps"
         )
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.base.spelling import counted
 from mtrain.core.state.shard import Shard
 
 _MOST_RANKS = 8
@@ -57,12 +58,14 @@ def described(everyone: Sequence[NonFinite | None]) -> str | None:
     rank, first = next(iter(findings.items()))
     text = f"{first.location} on rank {rank}"
     if first.num_tensors > 1:
-        text += f", one of {first.num_tensors} such tensors there"
+        text += f", one of {counted(first.num_tensors, 'such tensor')} there"
     further_ranks = list(findings)[1:]
     if further_ranks:
         named = ", ".join(map(str, further_ranks[:_MOST_RANKS])) + (", ..." if len(further_ranks) > _MOST_RANKS else "")
         text += (
-            f"; more on rank {named}" if len(further_ranks) == 1 else f"; more on {len(further_ranks)} ranks: {named}"
+            f"; more on rank {named}"
+            if len(further_ranks) == 1
+            else f"; more on {counted(len(further_ranks), 'rank')}: {named}"
         )
     return text
 

@@ -26,6 +26,7 @@ from mtrain.base.fault_points import fault_point
 from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, try_lock
 from mtrain.base.heartbeat import tick
 from mtrain.base.signals import leave_if_stopped
+from mtrain.base.spelling import counted
 from mtrain.base.steady_files import SteadyFile
 from mtrain.data.cache.encoding_workers import TOKENISING, EncodingJob, encoded_chunks
 from mtrain.data.cache.entry import FORMAT, LARGE, ArrayWriter, DamagedEntryError, EntryFacts, TokenCache
@@ -110,7 +111,9 @@ class Progress:
     def _line(self, verb: str, num_records: int, num_tokens: int, now: float) -> None:
         seconds = max(now - self._began, 1e-3)
         rate = f"{num_records / seconds:,.0f} records/s"
-        self._say(f"{verb} {self._what}: {num_records:,} records, {num_tokens:,} tokens, {rate}")
+        self._say(
+            f"{verb} {self._what}: {counted(num_records, 'record', ',')}, {counted(num_tokens, 'token', ',')}, {rate}"
+        )
 
 
 def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad: bool, progress: Progress) -> None:
@@ -130,8 +133,8 @@ def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad:
         if writer.num_samples == 0:
             first_bad = "".join(f"; {job.files[file].place(record)}: {why}" for file, record, why in facts.bad[:1])
             raise DataError(
-                f"{job.files[0].path} holds no sample ({facts.num_bad} of {facts.num_records} records are bad"
-                f"{first_bad}); give a file that holds samples"
+                f"{job.files[0].path} holds no sample ({facts.num_bad} of {counted(facts.num_records, 'record')} "
+                f"{'is' if facts.num_bad == 1 else 'are'} bad{first_bad}); give a file that holds samples"
             )
         writer.flush()
     for name in LARGE:

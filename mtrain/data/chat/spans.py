@@ -30,6 +30,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.data.chat.sandbox import Cut, NotRendered, Rendered, Renderer
 
 _DELIMITER = r"[<\[◁]/?[|｜]?/?[^\s<>\[\]◁▷|｜/]+[|｜]?[>\]▷]"
@@ -281,7 +282,11 @@ class AnswerFinder:
             self._fetch([cut])
         rendered = self._renderings[cut]
         if isinstance(rendered, NotRendered):
-            what = f"the first {cut.num_messages} messages alone" if cut.num_messages else "a prompt without messages"
+            what = (
+                f"the first {counted(cut.num_messages, 'message')} alone"
+                if cut.num_messages
+                else "a prompt without messages"
+            )
             raise _not_found(answer, f"the template does not render {what} ({rendered.why})")
         return rendered
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.core.batch.choices import MAKERS, shaped_experts
 
@@ -120,7 +121,7 @@ def _token_extra(value: Any, name: str, num_tokens: int) -> NDArray[np.float32]:
         return np.concatenate([np.zeros(1, np.float32), values])
     if len(values) != num_tokens:
         raise DataError(
-            f"{name!r} has {len(values)} numbers, but the sample has {num_tokens} tokens; give one number per "
-            f"token, or {num_tokens - 1}, without the first"
+            f"{name!r} has {len(values)} numbers, but the sample has {counted(num_tokens, 'token')}; give one number "
+            f"per token, or {num_tokens - 1}, without the first"
         )
     return values

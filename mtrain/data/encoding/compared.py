@@ -21,6 +21,7 @@ from typing import Any, Literal, assert_never
 import numpy as np
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.spelling import counted
 from mtrain.config.schema.data import SftSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput
@@ -92,7 +93,7 @@ class LabelEncoder:
         """`is_number`: labels are numbers instead of classes; the number is then the only extra of every token."""
         self._encoder, self._head, self._ignored = encoder, head, ignored
         self._is_number = is_number
-        form = "a number" if is_number else f"{head.rows} labels"
+        form = "a number" if is_number else counted(head.rows, "label")
         self.fingerprint = f"{encoder.fingerprint} {form} {_LABEL_VERSION}"
 
     def encode(self, record: dict[str, Any], folder: Path = HERE) -> TokenizedSample:

@@ -26,6 +26,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.base.ground import require_ground
 from mtrain.base.imports import settle_gpu_packages, without_trackers
+from mtrain.base.spelling import counted
 from mtrain.base.steady_files import retried
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -162,8 +163,9 @@ def _check_header(idx_path: Path, bin_path: Path) -> np.dtype[Any]:
         raise DataError(f"{idx_path} is a multimodal index, which is not supported; build it from text alone")
     if size != expected:
         raise DataError(
-            f"{idx_path} has {size} bytes, but its header promises {sequences} sequences and {edges} document edges, "
-            f"which are {expected} bytes: it is {'truncated' if size < expected else 'damaged'}; {_REBUILD}"
+            f"{idx_path} has {size} bytes, but its header promises {counted(sequences, 'sequence')} and {edges} "
+            f"document edges, which are {expected} bytes: it is {'truncated' if size < expected else 'damaged'}; "
+            f"{_REBUILD}"
         )
     if sequences == 0 or edges == 0:
         raise DataError(f"{idx_path} holds no documents; build the corpus from files that hold text")
@@ -183,8 +185,9 @@ def _check_lengths(
     size = bin_path.stat().st_size
     if size != expected:
         raise DataError(
-            f"{bin_path} has {size} bytes, but {idx_path.name} promises {expected // itemsize} tokens of {itemsize} "
-            f"bytes, which are {expected}: the two files do not belong together or one is truncated; {_REBUILD}"
+            f"{bin_path} has {size} bytes, but {idx_path.name} promises {counted(expected // itemsize, 'token')} of "
+            f"{itemsize} bytes, which are {expected}: the two files do not belong together or one is truncated; "
+            f"{_REBUILD}"
         )
 
 

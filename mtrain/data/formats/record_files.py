@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json, read_plain_file
+from mtrain.base.spelling import counted
 from mtrain.data.formats.jsonl import parsed_line, raw_lines
 from mtrain.data.formats.recognise import EmptyFileError, FileKind, kind_of_file
 from mtrain.data.formats.rows import records_of, tables
@@ -87,7 +88,9 @@ def _source_of_paths(paths: list[Path], source: str | Path) -> Source:
     by_path = {path: _with_records(path) for path in paths}
     files = [file for file in by_path.values() if file is not None]
     if not files:
-        raise DataError(f"{source}: none of its {len(paths)} files holds a record; give files that hold samples")
+        raise DataError(
+            f"{source}: none of its {counted(len(paths), 'file')} holds a record; give files that hold samples"
+        )
     return Source(files, [path for path, file in by_path.items() if file is None])
 
 

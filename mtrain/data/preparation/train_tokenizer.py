@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.files import disk_faults, replacing
+from mtrain.base.spelling import counted
 from mtrain.data.formats.documents import TextFiles
 
 _MAX_LINE_BYTES = 65536
@@ -68,8 +69,8 @@ def train_tokenizer(
         )
     except RuntimeError as fault:
         raise DataError(
-            f"no tokenizer of {vocab_size} tokens can be trained on this text: {' '.join(str(fault).split())}; change "
-            "the number of tokens or give more text"
+            f"no tokenizer of {counted(vocab_size, 'token')} can be trained on this text: "
+            f"{' '.join(str(fault).split())}; change the number of tokens or give more text"
         ) from fault
     with disk_faults(f"write the tokenizer {output}"):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -113,8 +114,8 @@ def train_hf_tokenizer(
     specials = list(dict.fromkeys(names))
     if vocab_size < (least := 256 + len(specials)):
         raise ConfigError(
-            f"--vocab-size={vocab_size} does not hold 256 bytes and {len(specials)} special tokens; give at least "
-            f"{least}"
+            f"--vocab-size={vocab_size} does not hold 256 bytes and {counted(len(specials), 'special token')}; give at "
+            f"least {least}"
         )
     files = {"tokenizer.json": "", "tokenizer_config.json": json.dumps(_settings(specials), indent=2) + "\n"}
     if template is not None:
@@ -164,7 +165,7 @@ def _trained(documents: Iterator[str], vocab_size: int, specials: Sequence[str])
     tokenizer.train_from_iterator(documents, trainer)
     if (size := tokenizer.get_vocab_size()) < vocab_size:
         raise DataError(
-            f"no tokenizer of {vocab_size} tokens can be trained on this text, which gives {size}; change the number "
-            "of tokens or give more text"
+            f"no tokenizer of {counted(vocab_size, 'token')} can be trained on this text, which gives {size}; change "
+            "the number of tokens or give more text"
         )
     return str(tokenizer.to_str(pretty=True))

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.core.batch.images import SampleImages
 from mtrain.core.batch.sample import EncodedImage, Sample, TokenizedSample
 from mtrain.data.cache.entry import TokenCache
@@ -44,8 +45,9 @@ def split(spans: NDArray[np.int64], length: int, seq_length: int) -> list[tuple[
         end = outside(spans, start + seq_length, "earlier")
         if end <= start:
             raise DataError(
-                f"has an image of {int(np.diff(spans[spans[:, 0] == start])[0, 0])} tokens, which is not split, but "
-                f"data.seq_length={seq_length}; raise it, lower data.images.max_pixels, or set data.too_long=drop"
+                f"has an image of {counted(int(np.diff(spans[spans[:, 0] == start])[0, 0]), 'token')}, which is not "
+                f"split, but data.seq_length={seq_length}; raise it, lower data.images.max_pixels, or set "
+                "data.too_long=drop"
             )
         pieces.append((start, end - start + 1))
         start = end

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.core.batch.sample import EncodedImage, Sample, TokenizedSample, with_label
 from mtrain.core.loss.preference.member import GroupMember, Role
 from mtrain.data.cache.entry import TokenCache
@@ -42,17 +43,18 @@ class PreferenceDataset:
         if self._num_long and too_long == "refuse":
             first = int(self._groups[np.argmax(is_long)])
             raise DataError(
-                f"{self._location_of(first)}: has {lengths[is_long][0].max()} tokens in a sequence, but "
-                f"data.seq_length={seq_length} takes {seq_length + 1} ({self._num_long} of {len(self._groups)} records "
-                "are longer); raise it, or set data.too_long to end, start or drop"
+                f"{self._location_of(first)}: has {counted(lengths[is_long][0].max(), 'token')} in a sequence, but "
+                f"data.seq_length={seq_length} takes {seq_length + 1} ({self._num_long} of "
+                f"{counted(len(self._groups), 'record')} {'is' if self._num_long == 1 else 'are'} longer); raise it, "
+                "or set data.too_long to end, start or drop"
             )
         if too_long == "drop":
             self._groups = self._groups[~is_long]
         if not len(self._groups):
             raise DataError(
                 f"{cache.files[0].path}: records {numbers.start + 1} to {numbers.stop} have nothing to train on "
-                f"({self._num_long} were left out as longer than {seq_length + 1} tokens); give more of them, another "
-                "data.split or a larger data.seq_length"
+                f"({self._num_long} were left out as longer than {counted(seq_length + 1, 'token')}); give more of "
+                "them, another data.split or a larger data.seq_length"
             )
         self._spared = self._spared_tokens(is_long)
         self.fingerprint = f"{cache.fingerprint}-{compares}-{numbers.start}-{numbers.stop}-{seq_length}-{too_long}"
@@ -143,8 +145,9 @@ class PreferenceDataset:
             return
         what = "left out whole" if self._too_long == "drop" else f"cut at the {self._too_long}"
         yield (
-            f"{self.cache.files[0].path}: {self._num_long:,} of {self._num_groups:,} records have a sequence of more "
-            f"than {self._seq_length + 1} tokens: {what}"
+            f"{self.cache.files[0].path}: {self._num_long:,} of {counted(self._num_groups, 'record', ',')} "
+            f"{'has' if self._num_long == 1 else 'have'} a sequence of more than "
+            f"{counted(self._seq_length + 1, 'token')}: {what}"
         )
 
     def _mismatched_groups(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.core.batch.order import key_of, permutation
 from mtrain.core.batch.sample import Sample, shifted
 from mtrain.data.formats.megatron_indexed import Corpus
@@ -50,9 +51,9 @@ class PretrainDataset:
         if self._size == 0:
             needed = seq_length + 1 if shuffle_key is not None else 2
             raise DataError(
-                f"{corpus.bin_path}: its {len(documents)} documents from number {documents.start} on hold "
-                f"{self.num_tokens} tokens, but one sample needs {needed}; give more text, another data.split or a "
-                "smaller data.seq_length"
+                f"{corpus.bin_path}: its {counted(len(documents), 'document')} from number {documents.start} on "
+                f"{'holds' if len(documents) == 1 else 'hold'} {counted(self.num_tokens, 'token')}, but one sample "
+                f"needs {needed}; give more text, another data.split or a smaller data.seq_length"
             )
         self._stream = functools.lru_cache(maxsize=2)(self._build_stream)  # an epoch and the next, while both are read
 
@@ -80,7 +81,8 @@ class PretrainDataset:
         if not self._isolate or self._lengths.max() > 1:
             return None
         return (
-            f"its {len(self._documents):,} documents have one token at most, which data.isolate_documents keeps apart"
+            f"its {counted(len(self._documents), 'document', ',')} {'has' if len(self._documents) == 1 else 'have'} "
+            "one token at most, which data.isolate_documents keeps apart"
         )
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.config.extras import ROUTED_EXPERTS, choice_columns
 from mtrain.core.batch.sample import EncodedImage, Sample, TokenizedSample, shifted, with_label
 from mtrain.data.cache.entry import TokenCache
@@ -104,9 +105,10 @@ def pieces_of(
             number = numbers.start + first
             smaller = "lower data.images.max_pixels, " if len(shown.get(first, ())) else ""
             raise DataError(
-                f"{cache.location(number)}: has {cache.lengths[number]} tokens, but data.seq_length={seq_length} takes "
-                f"{most} ({count} of {len(samples)} samples are longer); raise it, {smaller}shorten them, or set "
-                "data.too_long to end, start, split or drop"
+                f"{cache.location(number)}: has {counted(cache.lengths[number], 'token')}, but "
+                f"data.seq_length={seq_length} takes {most} ({count} of {counted(len(samples), 'sample')} "
+                f"{'is' if count == 1 else 'are'} longer); raise it, {smaller}shorten them, or set data.too_long to "
+                "end, start, split or drop"
             )
         case "split":
             pieces = _split_around(cache, samples, lengths, _split(samples, lengths, seq_length), seq_length, shown)
@@ -192,9 +194,11 @@ def why_nothing(cache: TokenCache, pieces: Pieces, is_judged: bool = False) -> s
     cut = pieces.only(weighs)
     if len(cut) and num_trained(cache, cut).any():
         return None
-    reasons = {"have weight 0": len(pieces) - len(cut), "lose all their loss tokens by a cut": len(cut)}
+    lost, num_lost = "loses all its" if len(cut) == 1 else "lose all their", len(cut)
+    weightless = len(pieces) - num_lost
+    reasons = {f"{'has' if weightless == 1 else 'have'} weight 0": weightless, f"{lost} loss tokens by a cut": num_lost}
     parts = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
-    return f"of {len(pieces):,} sequences {' and '.join(parts)}"
+    return f"of {counted(len(pieces), 'sequence', ',')} {' and '.join(parts)}"
 
 
 _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refuse": "refuse"}
@@ -235,7 +239,7 @@ class SftDataset:
         self._pieces: Pieces
         self._pieces, self.too_long = pieces_of(cache, numbers, seq_length, too_long, images)
         if not len(self._pieces):
-            lost = f"{self.too_long.samples} were left out as longer than {seq_length + 1} tokens"
+            lost = f"{self.too_long.samples} were left out as longer than {counted(seq_length + 1, 'token')}"
             raise DataError(
                 f"{cache.files[0].path}: samples {numbers.start + 1} to {numbers.stop} have nothing to train on "
                 f"({lost}); give more of them, another data.split or a larger data.seq_length"
@@ -289,14 +293,17 @@ class SftDataset:
         lost, path = self.too_long, self.cache.files[0].path
         if not lost.samples:
             return
-        tokens = f"{lost.samples:,} of {len(self._numbers):,} samples have more than {self._seq_length + 1} tokens"
+        tokens = (
+            f"{lost.samples:,} of {counted(len(self._numbers), 'sample', ',')} "
+            f"{'has' if lost.samples == 1 else 'have'} more than {counted(self._seq_length + 1, 'token')}"
+        )
         match self._too_long:
             case "end" | "start":
-                what = f"cut at the {self._too_long} by {lost.lost_tokens:,} tokens in all"
+                what = f"cut at the {self._too_long} by {counted(lost.lost_tokens, 'token', ',')} in all"
             case "drop":
-                what = f"left out, with {lost.lost_tokens:,} tokens"
+                what = f"left out, with {counted(lost.lost_tokens, 'token', ',')}"
             case "split":
-                what = f"split into {lost.pieces:,} pieces"
+                what = f"split into {counted(lost.pieces, 'piece', ',')}"
             case "refuse":
                 raise AssertionError("refused when they were found")
             case _:

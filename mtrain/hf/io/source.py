@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mtrain.arch.parameters import PADDED_TABLES
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.io.block_scaled import PLAIN_NUMBERS, Weights, plain_weights
@@ -104,8 +105,8 @@ def open_source(path: Path, needs_output: bool = True, depths: int = 0, with_vis
         )
     if model.num_layers > len(weights.names()):  # a table for a mistyped number would fill the memory
         raise DataError(
-            f"{path} does not fit its {CONFIG_NAME}: {model.num_layers} layers need more than its "
-            f"{len(weights.names())} tensors; download it again"
+            f"{path} does not fit its {CONFIG_NAME}: {counted(model.num_layers, 'layer')} need more than its "
+            f"{counted(len(weights.names()), 'tensor')}; download it again"
         )
     # config.json alone determines which tensors must exist
     table = family.table(model, {name: weights.facts(name)[1] for name in weights.names()})

@@ -19,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json, read_plain_file
+from mtrain.base.spelling import counted
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 from mtrain.hf.hub import how_to_download
@@ -347,7 +348,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     highest = max(tokenizer.eos_id, *tokenizer.begin_ids, 0)
     if highest >= vocab_size:
         raise DataError(
-            f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} tokens and puts token {highest} "
+            f"tokenizer {tokenizer.path} has {counted(tokenizer.vocab_size, 'token')} and puts token {highest} "
             f"({tokenizer.name(highest)}) into every sample, but model.vocab_size is {vocab_size}; set "
             f"model.vocab_size to at least {tokenizer.vocab_size}, or name the model's own tokenizer"
         )

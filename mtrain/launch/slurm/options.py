@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import counted
 from mtrain.launch.checked import check_at_least, check_printable
 
 ContainerRuntime = Literal["pyxis", "apptainer"]
@@ -265,8 +266,8 @@ def completed_by(options: SlurmOptions, nodes: Nodes | None, device: str) -> tup
         job_gpus = (options.gpus_per_task or 0) * options.ranks_per_node
     if nodes.gpus and not job_gpus and device != "cpu":
         raise ConfigError(
-            f"each node has {nodes.gpus} GPUs, but neither --gpus-per-node nor --gpus-per-task is given; add "
-            f"--gpus-per-node {nodes.gpus}, or train.device=cpu to run without GPUs"
+            f"each node has {counted(nodes.gpus, 'GPU')}, but neither --gpus-per-node nor --gpus-per-task is given; "
+            f"add --gpus-per-node {nodes.gpus}, or train.device=cpu to run without GPUs"
         )
     share = min(1.0, job_gpus / nodes.gpus) if nodes.gpus and job_gpus else 1.0
     cpus = int(nodes.cpus * share) // options.ranks_per_node

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from mtrain.base.environment import git_checkout, program_versions
 from mtrain.base.errors import ConfigError, MachineError
 from mtrain.base.files import disk_faults
+from mtrain.base.spelling import counted
 from mtrain.base.version import PACKAGE_FOLDER
 from mtrain.config.load import config_yaml
 from mtrain.launch.checked import check_printable, checked_config
@@ -350,8 +351,8 @@ def signal_seconds(
     if time_limit_s is not None and time_limit_s < least:
         took = ", ".join(f"{seconds:.0f} s for {name}" for name, seconds in times.items())
         raise ConfigError(
-            f"--time is {time_limit_s:.0f} s, but this run took {took}, and Slurm must signal the end {ahead} s "
-            f"before the limit; give at least {least // 60 + 1} minutes"
+            f"--time is {time_limit_s:.0f} s, but this run took {took}, and Slurm must signal the end {ahead} s before "
+            f"the limit; give at least {counted(least // 60 + 1, 'minute')}"
         )
     return ahead
 
@@ -401,7 +402,7 @@ def differences(options: SlurmOptions, name: str, shown: str) -> list[str]:
     compare("TimeLimit", options.time, _minutes(known.get("TimeLimit", "")) == _minutes(options.time or ""))
     for field, gpus in {"TresPerNode": options.gpus_per_node, "TresPerTask": options.gpus_per_task}.items():
         number = re.search(r"gpu(?::[^:,=\s]+)?[:=](\d+)", known.get(field, ""))
-        compare(field, f"{gpus} GPUs", gpus is None or number is None or int(number[1]) == gpus)
+        compare(field, counted(gpus or 0, "GPU"), gpus is None or number is None or int(number[1]) == gpus)
     return changes
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mtrain.arch.memory import MemoryEstimate
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import disk_faults, write_atomically
+from mtrain.base.spelling import counted
 from mtrain.base.yaml_text import yaml_text
 from mtrain.config import Config
 from mtrain.config.schema.train import TrainSection
@@ -51,7 +52,10 @@ def lines(result: SearchResult, num_gpus: int, cluster: Cluster, memory_bytes: i
     if cluster.links is not None:
         yield f"links in a node: {cluster.links}"
     counts = result.counts
-    yield f"{counts.bounded:,} layouts, {counts.tried:,} not excluded by a bound, {counts.measured:,} memory estimates"
+    yield (
+        f"{counted(counts.bounded, 'layout', ',')}, {counts.tried:,} not excluded by a bound, {counts.measured:,} "
+        "memory estimates"
+    )
     yield ""
     rows = [_HEADER, *(_row(number, choice, cluster) for number, choice in enumerate(result.choices, 1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
@@ -154,16 +158,16 @@ def nothing_fits(config: Config, result: SearchResult, num_gpus: int, memory_byt
         fitting = next((count for count in range(num_gpus, 0, -1) if batch % count == 0), 1)
         larger = -(-batch // num_gpus) * num_gpus
         return ConfigError(
-            f"no layout divides {num_gpus} GPUs, {config.model.num_layers} layers, rows of {config.row_width} tokens "
-            f"and a global batch of {batch}: data parallelism must divide the batch; use --global-batch-size "
-            f"{larger}, or --gpus {fitting}"
+            f"no layout divides {counted(num_gpus, 'GPU')}, {counted(config.model.num_layers, 'layer')}, rows of "
+            f"{counted(config.row_width, 'token')} and a global batch of {batch}: data parallelism must divide the "
+            f"batch; use --global-batch-size {larger}, or --gpus {fitting}"
         )
     closest, usable = result.closest, memory_bytes * USABLE_MEMORY
     needed = closest.memory.total_bytes
     parts = _bytes_of(closest.memory)
     largest = max(parts, key=lambda name: parts[name])
     return ConfigError(
-        f"nothing fits {num_gpus} GPUs with {usable / GIB:.1f} usable GiB each: the closest layout is "
+        f"nothing fits {counted(num_gpus, 'GPU')} with {usable / GIB:.1f} usable GiB each: the closest layout is "
         f"{closest.layout} with micro-batch {closest.config.train.micro_batch_size} and everything recomputed, which "
         f"needs {needed / GIB:.1f} GiB, {(needed - usable) / GIB:.1f} too many; the largest part is {largest} "
         f"({parts[largest] / GIB:.1f} GiB): use {_remedy(largest)}"

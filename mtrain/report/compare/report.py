@@ -13,6 +13,7 @@ from rich.table import Table
 
 from mtrain.base.files import disk_faults, replacing, write_atomically
 from mtrain.base.log import output_console
+from mtrain.base.spelling import counted
 from mtrain.config.changes import Change, flat_keys
 from mtrain.report.compare.runs import Comparison, Quantity, compare_runs
 from mtrain.report.metrics.plot import distinct_names, draw_curve, finish_axes, load_curves
@@ -34,13 +35,15 @@ def comparison_page(comparison: Comparison) -> str:
     if comparison.expected is not None:
         notes.append(f"A difference is expected: {comparison.expected}.")
     notes.append(f"Tolerance: {comparison.allowed}, {comparison.allowed.reason}.")
-    notes.append(f"{name_a} has recorded {comparison.num_steps[0]} steps, {name_b} {comparison.num_steps[1]}.")
+    notes.append(
+        f"{name_a} has recorded {counted(comparison.num_steps[0], 'step')}, {name_b} {comparison.num_steps[1]}."
+    )
     notes += [f"Changed during the run, with consent: {change}." for change in comparison.key_changes]
     notes += [f"Tokens of {name}: {tokens}." for name, tokens in zip(comparison.names, comparison.tokens, strict=True)]
     return render(
         "comparison.html",
         comparison=comparison,
-        headline=f"{name_a} and {name_b} over {len(comparison.steps)} steps, {first} to {last}.",
+        headline=f"{name_a} and {name_b} over {counted(len(comparison.steps), 'step')}, {first} to {last}.",
         notes=notes,
         curves=legend,
         figures=[(quantity.name, _pictures(quantity, legend)) for quantity in comparison.quantities],
@@ -87,8 +90,8 @@ def report_comparison(run_a: Path, run_b: Path, rtol: float | None, output: Path
 
 def _facts(comparison: Comparison) -> dict[str, str]:
     names, counts, steps = comparison.names, comparison.num_steps, comparison.steps
-    facts = {label: f"{name}, {count} steps" for label, name, count in zip("AB", names, counts, strict=True)}
-    facts["compared"] = f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+    facts = {label: f"{name}, {counted(count, 'step')}" for label, name, count in zip("AB", names, counts, strict=True)}
+    facts["compared"] = f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}"
     facts |= {f"tokens of {label}": tokens for label, tokens in zip("AB", comparison.tokens, strict=True)}
     facts["configuration"] = _in_one_line([change for change in comparison.changes if not change.is_neutral])
     facts["neutral keys"] = _in_one_line([change for change in comparison.changes if change.is_neutral])
@@ -220,6 +223,7 @@ def compare_several(runs: Sequence[Path], rtol: float | None) -> list[ComparedRu
 def page_of_several(runs: Sequence[ComparedRun]) -> str:
     """Makes the page: verdicts, then the curves of all runs."""
     count, num_equal = len(runs) - 1, sum(run.is_equal for run in runs) - 1
+    are = "is" if num_equal == 1 else "are"
     figures = []
     for name, key in (("loss", "loss"), ("gradient norm", "grad_norm"), ("learning rate", "lr")):
         figures.append((name, [("by step", value_chart(f"{name} by step", _curves(runs, key), ()))]))
@@ -227,7 +231,7 @@ def page_of_several(runs: Sequence[ComparedRun]) -> str:
         "several.html",
         runs=runs,
         is_equal=num_equal == count,
-        headline=f"{num_equal} of {count} runs are the run of {runs[0].label}.",
+        headline=f"{num_equal} of {counted(count, 'run')} {are} the run of {runs[0].label}.",
         curves=_curves(runs, "loss"),
         figures=figures,
     )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from mtrain.base.errors import DataError, MachineError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.base.plain_files import open_plain_file
+from mtrain.base.spelling import counted
 from mtrain.report.metrics.record import ChangeRecord, Record, StepRecord, from_json_line, to_json_line
 
 _log = logging.getLogger(__name__)
@@ -66,8 +67,8 @@ class AppendedFile:
         if missing:
             cause = "" if fault is None else f": {fault.strerror}"
             raise MachineError(
-                f"{self._path} lacks {len(missing)} records between step {missing[0]} and step {missing[-1]}{cause}; "
-                "free space before the next start"
+                f"{self._path} lacks {counted(len(missing), 'record')} between step {missing[0]} and step "
+                f"{missing[-1]}{cause}; free space before the next start"
             )
 
     def _flush(self) -> OSError | None:
@@ -143,7 +144,9 @@ def rewind(path: Path, resume_step: int) -> None:
                 file.write(line)
                 num_steps += isinstance(record, StepRecord)
     if num_steps < resume_step:
-        text = f"warning: {path} lacks {resume_step - num_steps} of the {resume_step} steps before this start"
+        text = (
+            f"warning: {path} lacks {resume_step - num_steps} of the {counted(resume_step, 'step')} before this start"
+        )
         _log.warning(text)
 
 

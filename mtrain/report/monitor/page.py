@@ -17,6 +17,7 @@ from mtrain.arch import num_parameters
 from mtrain.base.errors import DataError, RankLostError
 from mtrain.base.files import disk_faults
 from mtrain.base.heartbeat import Beat
+from mtrain.base.spelling import counted
 from mtrain.base.yaml_text import read_yaml
 from mtrain.config.changes import flat_keys
 from mtrain.config.renamed import current_names
@@ -152,7 +153,7 @@ def _words(event: RunEvent) -> str:
     """Returns the description of an event without a text."""
     ranks, layout = event.facts.get("world_size"), event.facts.get("layout")
     if event.kind is EventKind.START:
-        return ", ".join([*([f"{ranks} ranks"] if ranks else []), *([str(layout)] if layout else [])])
+        return ", ".join([*([counted(int(ranks), "rank")] if ranks else []), *([str(layout)] if layout else [])])
     return f"continues after step {event.step}" if event.kind is EventKind.RESUME and event.step else ""
 
 
@@ -222,7 +223,7 @@ def _model(keys: Mapping[str, Any]) -> str:
     layers, width, words = (keys.get(f"model.{name}") for name in ("num_layers", "hidden_size", "vocab_size"))
     parts = [f"from {origin}"] if origin else []
     if layers and width and words:
-        parts.append(f"{layers} layers of width {width:,}, {words:,} tokens in the vocabulary")
+        parts.append(f"{counted(layers, 'layer')} of width {width:,}, {counted(words, 'token', ',')} in the vocabulary")
     if keys.get("model.experts.num_experts"):
         parts.append(f"{keys['model.experts.num_experts']} experts, {keys.get('model.experts.top_k')} for a token")
     if keys.get("adapter.rank"):
@@ -253,8 +254,9 @@ def _data(keys: Mapping[str, Any]) -> str:
         more = f" and {len(paths) - _MOST_PATHS} more" if len(paths) > _MOST_PATHS else ""
         parts.append(", ".join(PurePath(path).name for path in paths[:_MOST_PATHS]) + more)
     if keys.get("data.seq_length") and keys.get("train.global_batch_size"):
-        unit = "packed rows" if keys.get("data.packing.batch") == "rows" else "samples"
-        parts.append(f"{keys['train.global_batch_size']:,} {unit} of up to {keys['data.seq_length']:,} tokens a step")
+        unit = "packed row" if keys.get("data.packing.batch") == "rows" else "sample"
+        batch = counted(keys["train.global_batch_size"], unit, ",")
+        parts.append(f"{batch} of up to {counted(keys['data.seq_length'], 'token', ',')} a step")
     return "; ".join(parts)
 
 
@@ -280,11 +282,14 @@ def _facts(run: RunHistory) -> dict[str, str]:
     seconds, tokens = sum(step.seconds for step in steps), sum(step.tokens for step in steps)
     if seconds > 0:
         facts["trained"] = (
-            f"{tokens:,} tokens of text in {as_duration(seconds)} of steps, {tokens / seconds:,.0f} a second"
+            f"{counted(tokens, 'token', ',')} of text in {as_duration(seconds)} of steps, {tokens / seconds:,.0f} a "
+            "second"
         )
     if run.starts:
         wall_s, repeated = sum(start.seconds for start in run.starts), sum(start.num_repeated for start in run.starts)
-        facts["starts"] = f"{len(run.starts)} over {as_duration(wall_s)} of wall time; {repeated} steps repeated"
+        facts["starts"] = (
+            f"{len(run.starts)} over {as_duration(wall_s)} of wall time; {counted(repeated, 'step')} repeated"
+        )
     if status.goodput is not None:
         facts["goodput"] = status.goodput.lines()[0].removeprefix("goodput ")
     memory = [step.memory_bytes for step in steps if step.memory_bytes is not None]

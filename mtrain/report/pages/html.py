@@ -7,6 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mtrain.base.files import disk_faults, write_atomically
+from mtrain.base.spelling import counted
 from mtrain.report.pages.charts import swatch
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
@@ -23,6 +24,7 @@ def render(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )
     environment.filters["short"] = short
+    environment.filters["counted"] = counted
     environment.filters["data_url"] = data_url
     environment.globals["swatch"] = swatch
     return _UNPRINTABLE.sub("\ufffd", environment.get_template(template).render(values))

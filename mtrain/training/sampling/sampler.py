@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.base.errors import NumericError
+from mtrain.base.spelling import counted
 from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.vision import VisionSection
 from mtrain.core.batch.images import SampleImages
@@ -160,7 +161,10 @@ def _check_image_tokens(
 ) -> None:
     """Refuses tokens of images that are missing; `images` are those of each prompt, or empty."""
     if images and len(images) != len(prompts):
-        raise ValueError(f"there are images for {len(images)} prompts, but {len(prompts)} prompts; give one list each")
+        raise ValueError(
+            f"there are images for {counted(len(images), 'prompt')}, but {counted(len(prompts), 'prompt')}; give one "
+            "list each"
+        )
     for number, prompt in enumerate(prompts):
         has_none = not images or images[number] is None
         if vision is not None and has_none and vision.image_token in prompt:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.spelling import counted
 from mtrain.hf.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer
 from mtrain.training.tasks.model import Drawing, LogLikelihood, ScoredRow
 
@@ -44,7 +45,7 @@ class TextModel(NamedTuple):
             before, after = self._pair(context, continuation)
             if not after or len(after) > self.max_length:
                 raise DataError(
-                    f"the continuation {continuation[:60]!r} has {len(after)} tokens, but the model reads 1 "
+                    f"the continuation {continuation[:60]!r} has {counted(len(after), 'token')}, but the model reads 1 "
                     f"to {self.max_length}; change the task, or raise --max-length"
                 )
             rows.append(ScoredRow((before + after)[-(self.max_length + 1) :], len(after)))
@@ -116,8 +117,8 @@ class TextModel(NamedTuple):
         max_new_tokens = lengths[0] if lengths else MAX_NEW_TOKENS
         if not 0 < max_new_tokens < self.max_length:
             raise ConfigError(
-                f"the task asks for answers of {max_new_tokens} tokens, but the model reads {self.max_length} for "
-                "context and answer; raise --max-length, or lower max_gen_toks of the task"
+                f"the task asks for answers of {counted(max_new_tokens, 'token')}, but the model reads "
+                f"{self.max_length} for context and answer; raise --max-length, or lower max_gen_toks of the task"
             )
         temperature = 0.0 if options.get("do_sample") is False else float(options.get("temperature") or 0.0)
         if options.get("do_sample") is True and "temperature" not in options:

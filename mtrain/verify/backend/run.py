@@ -10,6 +10,7 @@ import torch
 from mtrain.arch.layout import Layout
 from mtrain.base.certificate import Certificate, Comparison, certificates
 from mtrain.base.errors import ConfigError, MachineError
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.core.layers.certified import layers_of, machine_of
@@ -72,7 +73,7 @@ def verify_backend(
         **origin,
         config=few.model_dump(mode="json"),
         changes=(),
-        data=f"random hidden states, {NUM_ROWS} rows of {few.data.seq_length} tokens",
+        data=f"random hidden states, {NUM_ROWS} rows of {counted(few.data.seq_length, 'token')}",
         num_steps=1,
         tolerances=tolerances(few.train),
         tensors=tuple(dict.fromkeys(deviation.name for result in check.results for deviation in result.deviations)),

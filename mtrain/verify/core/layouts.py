@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from mtrain.arch.layout import GIVEN_DEGREES, Layout
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.known_issues import context_kinds
 from mtrain.config.messages import readable
@@ -211,8 +212,8 @@ def _parsed(name: str, layout: LayoutSection, max_ranks: int) -> Trial:
         raise ConfigError(f"--layouts {name}: a degree is 0, but each must be at least 1; fix the name")
     if trial.world_size > max_ranks:
         raise ConfigError(
-            f"--layouts {name} needs {trial.world_size} ranks, but --max-ranks is {max_ranks}; raise it or use "
-            "smaller degrees"
+            f"--layouts {name} needs {counted(trial.world_size, 'rank')}, but --max-ranks is {max_ranks}; raise it or "
+            "use smaller degrees"
         )
     _section(trial, trial.stage_shares, f"--layouts {name}")
     return trial
@@ -302,7 +303,8 @@ def layout_of_config(config: Config, max_ranks: int) -> Prepared:
         num_microbatches = layout.num_microbatches(config.train.global_batch_size, size)
         return Prepared(f"{layout}-mbs{size}", _axes(layout, num_microbatches), config, layout)
     raise ConfigError(
-        f"the layout needs more than {max_ranks} ranks ({fault}); raise --max-ranks or name smaller ones with --layouts"
+        f"the layout needs more than {counted(max_ranks, 'rank')} ({fault}); raise --max-ranks or name smaller ones "
+        "with --layouts"
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
+from mtrain.base.spelling import counted
 from mtrain.plan.search.hardware import MeasuredLinks
 from mtrain.verify.report.text import (
     BACKEND,
@@ -20,6 +21,7 @@ from mtrain.verify.report.text import (
     RESUME,
     TENSOR_KINDS,
     TITLES,
+    Count,
     ReportText,
 )
 
@@ -204,7 +206,13 @@ class Report:
     def unfinished(self) -> str:
         """Says how many layouts did not finish, as a sentence without full stop."""
         count = sum(layout.error is not None for layout in self.layouts)
-        return f"{count} of {len(self.layouts)} {self.text.noun}s could not be run to the end"
+        return f"{count} of {counted(len(self.layouts), self.text.noun)} could not be run to the end"
+
+    def in_words(self, agreement: str) -> str:
+        """Says how many layouts pass; `agreement` is the sentence if all do."""
+        failed = Count(sum(not layout.passed for layout in self.layouts))
+        text = self.text.disagreement if failed else agreement
+        return text.format(count=Count(len(self.layouts)), failed=failed)
 
     @property
     def compares_tensors(self) -> bool:
@@ -382,7 +390,7 @@ def _where(axis: str, result: LayoutResult, first: Deviation | None, text: Repor
     else:
         fails = f"each of {axis} alone breaks the run" if ", " in axis else f"{axis} alone breaks the run"
     when = f", step {first.step}" if first is not None else ""
-    shown = f"{text.noun} {result.name} ({result.num_ranks} ranks){when}"
+    shown = f"{text.noun} {result.name} ({counted(result.num_ranks, 'rank')}){when}"
     return f"mtrain verify {text.verb}: {fails}; smallest {shown}"
 
 

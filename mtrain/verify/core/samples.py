@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain.base.errors import NothingToLearnError
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, columns_of
 from mtrain.config.schema.loss import LossSection
@@ -83,10 +84,13 @@ class SamplePlan:
 
     def describe(self) -> str:
         """Describes the plan for a report."""
-        hard = f"{self.hard_steps} steps of random tokens under random masks (0 to 97 % masked, some samples entirely)"
+        hard = (
+            f"{counted(self.hard_steps, 'step')} of random tokens under random masks (0 to 97 % masked, some samples "
+            "entirely)"
+        )
         hard += ", with experts that routers replay" if self.choices else ""
         hard += ", with random images" if self.has_images else ""
-        return f"{self.user_steps} steps of the run's own data, then {hard}" if self.user_steps else hard
+        return f"{counted(self.user_steps, 'step')} of the run's own data, then {hard}" if self.user_steps else hard
 
 
 @dataclass(frozen=True)

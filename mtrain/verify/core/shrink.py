@@ -18,6 +18,7 @@ from mtrain.arch.activations import tokens_at_once
 from mtrain.arch.features import FEATURES, SmallRun
 from mtrain.arch.features.feature import SMALL_HEAD_DIM, multiple_from
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.extras import ROUTED_EXPERTS
@@ -340,4 +341,4 @@ def _changes(before: Config, after: Config) -> Iterator[str]:
 def _shown(key: str, value: Any) -> str:
     if key == "curriculum" and value:
         return f"blends from step {', '.join(str(blend['from_step'] + 1) for blend in value)}"
-    return f"{len(value)} sources" if isinstance(value, list | tuple) and value else str(value)
+    return counted(len(value), "source") if isinstance(value, list | tuple) and value else str(value)

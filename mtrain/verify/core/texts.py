@@ -10,6 +10,7 @@ from typing import Any, assert_never
 
 import numpy as np
 
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.core.batch.sample import TokenizedSample
@@ -101,7 +102,10 @@ def _answers(reader: "_Reader", stream: Blended, turns: list[Draw], tell: Callab
         count = _in_training(num_records - source.cache.num_bad, data)
         if len(source) != count and data.too_long == "end":
             file = data.all_sources[number].path
-            tell(f"source {number} has {len(source)} samples, but {file} has {count} training records")
+            tell(
+                f"source {number} has {counted(len(source), 'sample')}, but {file} has "
+                f"{counted(count, 'training record')}"
+            )
         for turn in source_turns:
             texts[turn] = reader.text(*records[source.cache.record(turn.index)])
     return [texts[turn] for turn in turns]
@@ -177,7 +181,7 @@ def _windows(data: IndexedSection, stream: Blended, turns: list[Draw], tell: Cal
         orders[source, epoch] = windows.document_order(epoch)
         count = _in_training(corpora[source].num_documents, data)
         if not is_permutation(orders[source, epoch], count):
-            tell(f"source {source}: epoch {epoch} does not hold each of its {count} documents once")
+            tell(f"source {source}: epoch {epoch} does not hold each of its {counted(count, 'document')} once")
     for source, windows in enumerate(stream.sources):
         assert isinstance(windows, PretrainDataset)
         first, second = (windows.document_order(epoch)[:_NUM_ORDERED].tolist() for epoch in (0, 1))

@@ -16,7 +16,7 @@ import torch
 
 from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, MachineError
-from mtrain.base.spelling import meant
+from mtrain.base.spelling import counted, meant
 from mtrain.base.version import SHARED
 from mtrain.config import Config
 from mtrain.config.known_issues import context_kinds
@@ -137,8 +137,8 @@ def _ranks(request: MachineRequest, train: TrainSection) -> tuple[str, int]:
     count, needed = torch.cuda.device_count(), 2 if request.ranks is None else request.ranks
     if count < needed:
         raise MachineError(
-            f"{needed} ranks need as many GPUs, but torch sees {count}; give --ranks a smaller number, at least 2, or "
-            "use --device cpu"
+            f"{counted(needed, 'rank')} need as many GPUs, but torch sees {count}; give --ranks a smaller number, at "
+            "least 2, or use --device cpu"
         )
     return device, min(count, _ON_GPUS) if request.ranks is None else request.ranks
 

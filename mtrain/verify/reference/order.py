@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mtrain.base.spelling import counted
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -35,11 +37,11 @@ def broken_order(turns: Sequence[Draw], sizes: Sequence[int], shares: Sequence[S
         # over all blends: an epoch continues when the share of the source changes
         drawn = [turn for turn in turns if turn.source == source]
         if any(not 0 <= turn.index < size for turn in drawn):
-            yield f"source {source} has {size} samples, but the order asks for others"
+            yield f"source {source} has {counted(size, 'sample')}, but the order asks for others"
         if len(set(drawn)) < len(drawn):
             yield f"source {source}: a sample appears twice in an epoch"
         if [turn.epoch for turn in drawn] != [number // size for number in range(len(drawn))]:
-            yield f"source {source}: an epoch ends before each of its {size} samples has appeared"
+            yield f"source {source}: an epoch ends before each of its {counted(size, 'sample')} has appeared"
         first, second = ([turn.index for turn in drawn if turn.epoch == epoch] for epoch in (0, 1))
         yield from (f"source {source}: {fault}" for fault in unshuffled(first, second))
 
@@ -50,8 +52,8 @@ def _broken_shares(turns: Sequence[Draw], num_sources: int, blend: Shares) -> It
         count, share = sum(turn.source == source for turn in turns), blend.weights.get(source, 0.0) / total
         if abs(count - len(turns) * share) > 1 + len(turns) * 1e-5:  # shares are met to 1 in 100,000
             yield (
-                f"source {source} has {count} of {len(turns)} samples from number {blend.first} on, but its share is "
-                f"{share:.6g}"
+                f"source {source} has {count} of {counted(len(turns), 'sample')} from number {blend.first} on, but its "
+                f"share is {share:.6g}"
             )
 
 

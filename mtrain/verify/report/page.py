@@ -10,7 +10,7 @@ from mtrain.base.yaml_text import yaml_text
 from mtrain.report.pages.charts import Curve, difference_chart, value_chart
 from mtrain.report.pages.html import moment, render, short
 from mtrain.verify.core.result import Deviation, Diagnosis, LayoutResult, ParityReport, Report, StepValues, badness
-from mtrain.verify.report.text import TITLES
+from mtrain.verify.report.text import TITLES, Count
 
 _UNITS = {"loss": "nats", "denominator": "sum of shares", "grad_norm": "L2, before clipping"}
 
@@ -87,15 +87,13 @@ def report_page(report: Report) -> str:
 
 
 def _headline(report: Report) -> str:
-    if report.verdict == "UNFINISHED":
-        return f"{report.unfinished}."
-    num_failed = sum(not layout.passed for layout in report.layouts)
-    text = report.text.failed_headline if num_failed else report.text.headline
-    return text.format(count=len(report.layouts), failed=num_failed)
+    return f"{report.unfinished if report.verdict == 'UNFINISHED' else report.in_words(report.text.headline)}."
 
 
 def _notes(report: Report) -> list[str]:
-    notes = [f"{report.text.length.format(steps=report.num_steps)} Data: {report.data}. {moment(report.created)}"]
+    notes = [
+        f"{report.text.length.format(steps=Count(report.num_steps))} Data: {report.data}. {moment(report.created)}"
+    ]
     if isinstance(report, ParityReport):
         notes.append(report.judged)
     if report.injected is not None:

@@ -54,13 +54,10 @@ def write_report(report: Report, folder: Path) -> None:
 
 
 def _verdict(report: Report) -> str:
-    failed = sum(not layout.passed for layout in report.layouts)
     planted = f" with the planted fault {report.injected}" if report.injected else ""
     if report.verdict == "UNFINISHED":
         return f"UNFINISHED: {report.unfinished}{planted}"
-    if failed:
-        return f"FAIL: {failed} of {len(report.layouts)} {report.text.disagreement}{planted}"
-    return f"PASS: {len(report.layouts)} {report.text.agreement}{planted}"
+    return f"{report.verdict}: {report.in_words(report.text.agreement)}{planted}"
 
 
 def _print_table(report: Report, output: Console) -> None:

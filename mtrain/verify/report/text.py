@@ -39,6 +39,16 @@ TENSOR_KINDS = ("gradient", "update", "weights", "param", "exp_avg", "exp_avg_sq
 IN_WORDS = {kind: words for kind, (_, words) in _QUANTITIES.items()}
 
 
+class Count(int):
+    """A number in a text, where `{count:layout is|layouts are}` becomes the words that agree with it."""
+
+    def __format__(self, words: str) -> str:
+        one, is_choice, several = words.partition("|")
+        if not is_choice:
+            return super().__format__(words)
+        return one if self == 1 else several
+
+
 @dataclass(frozen=True)
 class ReportText:
     """Texts of one check."""
@@ -54,15 +64,14 @@ class ReportText:
     shows_tolerances: bool
     """Whether one tolerance applies to a whole column."""
     agreement: str
+    """Sentence if all pass, with `{count}`, a `Count`."""
     disagreement: str
-    """Text after the number of failures, such as `2 of 7 `."""
+    """Sentence if some fail, with `{failed}` and `{count}`."""
     headline: str
-    """Headline if all pass, with `{count}`."""
-    failed_headline: str
-    """Headline if some fail, with `{failed}` and `{count}`."""
+    """Sentence of the page if all pass, without full stop, with `{count}`."""
     caption: str
     length: str
-    """Sentence about the length of the runs, with `{steps}`."""
+    """Sentence about the length of the runs, with `{steps}`, a `Count`."""
     compared: str
     curves: str
     tensors: str

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError, NumericError
+from mtrain.base.spelling import counted
 from mtrain.config import Config
 from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.data import AnyData, MockSection
@@ -72,7 +73,7 @@ def verify_resume(config: Config, request: Request, progress: Progress, pool: Po
         **request.origin(device),
         config=plan.base.config.model_dump(mode="json"),
         changes=(*plan.shrunk.changes, *plan.notes, *notes),
-        data=f"{request.num_steps} steps of {samples}, stopped after {request.at}",
+        data=f"{counted(request.num_steps, 'step')} of {samples}, stopped after {request.at}",
         num_steps=request.num_steps,
         tolerances=plan.tolerances,
         tensors=check.tensors,

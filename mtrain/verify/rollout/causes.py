@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrain.base.spelling import counted
 from mtrain.verify.reference.model.modules import AS_DEFINED, ExpertChanges
 from mtrain.verify.rollout.exact import Passes, Reference, Spread, log_probs, replayed
 from mtrain.verify.rollout.fits import SEVERAL, SINGLES, Search, fitted_padding
@@ -211,7 +212,7 @@ class Disagreement:
         if rows > 0:
             cause = Cause(
                 "padded vocabulary",
-                f"the softmax of the engine includes {rows} rows beyond the vocabulary, with logits of 0",
+                f"the softmax of the engine includes {counted(rows, 'row')} beyond the vocabulary, with logits of 0",
                 "let the engine leave out the rows that pad its table",
             )
             yield cause, self._by_answer(_padded, rows)
@@ -312,7 +313,8 @@ class Disagreement:
                     prompts = [_cut(answer.rollout.prompt_ids, count, is_end) for answer in self.answers]
                     cause = Cause(
                         "cut prompt",
-                        f"the engine read the {'last' if is_end else 'first'} {count} tokens of the prompt alone",
+                        f"the engine read the {'last' if is_end else 'first'} {counted(count, 'token')} of the prompt "
+                        "alone",
                         "let the engine read whole prompts (vLLM: truncate_prompt_tokens, max_model_len), or write "
                         "those that it read",
                     )
@@ -329,8 +331,8 @@ class Disagreement:
                 sums = ExpertChanges(num_partial_sums=ranks)
                 cause = Cause(
                     "expert-parallel sum",
-                    f"the engine rounds the sum of the experts of each of {ranks} expert-parallel ranks to bfloat16 "
-                    "before it adds them up",
+                    f"the engine rounds the sum of the experts of each of {counted(ranks, 'expert-parallel rank')} to "
+                    "bfloat16 before it adds them up",
                     "let the engine add up experts in float32, or with another number of expert-parallel ranks",
                     is_rounding=True,
                 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.training.sampling.generate import Model
 from mtrain.verify.core.exact import tensors_of
 from mtrain.verify.core.tolerances import amplified
@@ -140,8 +141,8 @@ def replayed(rollout: Rollout, passed: Pass) -> dict[str, Tensor]:
         count, num_experts = int(exact[0].sum()), exact.shape[-1]
         if routes.shape[1] <= layer or routes.shape[2] != count:
             raise DataError(
-                f"{rollout.source}: routed_experts has {routes.shape[1]} layers with {routes.shape[2]} experts, but "
-                f"the model has layer {layer} with top_k={count}; give a row for every layer of the model"
+                f"{rollout.source}: routed_experts has {counted(routes.shape[1], 'layer')} with {routes.shape[2]} "
+                f"experts, but the model has layer {layer} with top_k={count}; give a row for every layer of the model"
             )
         chosen, mixed = routes[:, layer], exact.clone()
         if int(chosen.max()) >= num_experts or int(chosen.min()) < -1:

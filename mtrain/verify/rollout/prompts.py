@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.spelling import counted
 from mtrain.config.schema.data import SftSection
 from mtrain.data.encoding.encoder import RecordEncoder
 from mtrain.data.encoding.plain import asked
@@ -52,7 +53,7 @@ class Prompts:
         if (most := max(every)) >= size:
             return Cause(
                 "other vocabulary",
-                f"token id {most} is beyond the vocabulary of {size} tokens",
+                f"token id {most} is beyond the vocabulary of {counted(size, 'token')}",
                 "sample with the tokenizer of this model; padding rows of a table are not tokens",
             )
         if rollout.prompt is None or self._tokenizer is None:

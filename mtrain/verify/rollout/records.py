@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.data.formats.jsonl import objects
 
 _PROMPTS = ("prompt", "messages")
@@ -217,7 +218,7 @@ def _check_shapes(rollout: Rollout) -> None:
         if routes.ndim != 3 or routes.shape[0] not in lengths:
             raise DataError(
                 f"routed_experts has the shape {list(routes.shape)}, but needs [tokens, layers, k] with a row for each "
-                f"of the {lengths[0]} tokens read (prompt and answer without the last token); fix it"
+                f"of the {counted(lengths[0], 'token')} read (prompt and answer without the last token); fix it"
             )
     for name, rows in rollout.hidden_states.items():
         states = _array(rows)
@@ -225,7 +226,7 @@ def _check_shapes(rollout: Rollout) -> None:
         if len(shape) != 2 or shape[0] not in lengths:
             raise DataError(
                 f"hidden_states[{name!r}] has the shape {list(shape)}, but needs [tokens, hidden] with a row for each "
-                f"of the {lengths[0]} tokens read; fix it"
+                f"of the {counted(lengths[0], 'token')} read; fix it"
             )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mtrain.base.files import disk_faults, write_atomically
+from mtrain.base.spelling import counted
 from mtrain.report.pages.charts import Curve, difference_chart
 from mtrain.report.pages.html import moment, render, write_page
 from mtrain.verify.core.result import encoded
@@ -100,7 +101,7 @@ def lines_of(report: RolloutReport, folder: Path) -> Iterator[str]:
     for finding in report.findings:
         yield from ("", *finding.lines)
     yield ""
-    compared = f"{report.num_rollouts} rollouts, {report.num_tokens} tokens"
+    compared = f"{counted(report.num_rollouts, 'rollout')}, {counted(report.num_tokens, 'token')}"
     causes = ", ".join(finding.cause for finding in report.findings)
     verdict = f"PASS: {compared}: rounding explains every difference" if report.passed else f"FAIL: {causes}"
     yield f"{verdict}; {folder / JSON_NAME}, {folder / PAGE_NAME}"
@@ -122,8 +123,8 @@ def rollout_page(report: RolloutReport) -> str:
         report=report,
         headline=_headline(report),
         notes=[
-            f"{report.num_rollouts} rollouts of {report.file}, {report.num_tokens} tokens that the model drew. Model: "
-            f"{report.model}. {moment(report.created)}"
+            f"{counted(report.num_rollouts, 'rollout')} of {report.file}, {counted(report.num_tokens, 'token')} that "
+            f"the model drew. Model: {report.model}. {moment(report.created)}"
         ],
         curves=_curves(report, lambda number: []),
         figures=list(_figures(report)),

@@ -14,6 +14,7 @@ from torch import Tensor
 from mtrain.arch.features.feature import multiple_from
 from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import counted
 from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.steps import published_steps, step_name
@@ -83,7 +84,10 @@ def verify_rollout(request: RolloutRequest, progress: Progress, pool: Pool | Non
     """Runs the check, on its own ranks if `pool` is None; `progress` gets a line for each finished part."""
     rollouts = read_rollouts(request.rollouts)
     if len(rollouts) > request.first:
-        progress(f"the first {request.first} of {len(rollouts)} rollouts are compared; --first N takes more")
+        progress(
+            f"the first {request.first} of {counted(len(rollouts), 'rollout')} {'is' if request.first == 1 else 'are'} "
+            "compared; --first N takes more"
+        )
     rollouts = rollouts[: request.first]
     if repeated := repeated_sources(rollouts):
         progress(f"the same prompt, answer and log-probabilities are in several rows: {'; '.join(repeated)}")
@@ -155,7 +159,7 @@ class _RolloutCheck:
         findings = []
         for name, violations in broken.items():
             source, cause = violations[0]
-            where = f"in {len(violations)} of {len(self._rollouts)} rollouts, first in {source}"
+            where = f"in {len(violations)} of {counted(len(self._rollouts), 'rollout')}, first in {source}"
             findings.append(Finding(name, (f"{name}: {where}: {cause.fact}", cause.remedy)))
         return findings
 
@@ -172,7 +176,8 @@ class _RolloutCheck:
             if count:
                 lacking = "the trainer drops tokens" if scored.routes is None else "a replay needs those of all"
                 self._progress(
-                    f"routes are not replayed: {count} of {len(self._rollouts)} rollouts have them; {lacking}"
+                    f"routes are not replayed: {count} of {counted(len(self._rollouts), 'rollout')} "
+                    f"{'has' if count == 1 else 'have'} them; {lacking}"
                 )
             return [], [], None
         replayed_scores = self._scored(self._prepared, replay=True)
@@ -252,7 +257,7 @@ class _RolloutCheck:
         return Reference(alone, scored.weights)
 
     def _explained(self, tried: Sequence[Tried], count: int) -> list[Finding]:
-        where = f"{count} of {len(self._rollouts)} rollouts"
+        where = f"{count} of {counted(len(self._rollouts), 'rollout')}"
         causes = named(tried)
         if causes:
             first, other_names = causes[0].cause, [other.cause.name for other in causes[1:]]

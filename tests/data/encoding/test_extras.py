@@ -346,7 +346,7 @@ def test_a_batch_and_a_ledger_show_experts(routed: Callable[..., Config]) -> Non
     for routes in (ROUTES, [[[0] * 4, [-1] * 4]] * 3):
         loader = StepLoader(routed([ROUTED | {"routed_experts": routes}]), 0, 1)
         count = sum(own[0] >= 0 for _, own in routes)
-        assert headline(loader.shown(1, 1).samples[0]).endswith(f"; experts of {count} tokens are replayed")
+        assert headline(loader.shown(1, 1).samples[0]).endswith(f"; experts of {count} tokens replayed")
         with loader.iterate(0) as steps:
             next(iter(steps))
         digests.add(loader.next_entry(1).digest)

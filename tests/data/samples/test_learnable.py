@@ -118,7 +118,7 @@ def test_documents_of_one_token(
         data = {"kind": "indexed", "seq_length": 4, "train": [{"path": prefix}], "isolate_documents": isolated}
         found = refusal(make_config(data))
         assert (found is None) == learns, found
-        assert found is None or "documents have one token at most" in found
+        assert found is None or "one token at most" in found
 
 
 def test_a_source_that_changes_nothing_is_named_where_another_one_does(tmp_path: Path, word_tokenizer: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_source_that_changes_nothing_is_named_where_another_one_does(tmp_path:
     config = Config.model_validate({**config.model_dump(), "data": {**config.data.model_dump(), "train": both}})
     sources = Sources(config)
     sources.training()
-    assert f"{other}: no token in it is trained: of 1 sequences 1 have weight 0" in sources.notes()
+    assert f"{other}: no token in it is trained: of 1 sequence 1 has weight 0" in sources.notes()
 
 
 @pytest.mark.fault(
@@ -143,7 +143,7 @@ def test_the_refusal_says_how_many_and_why(tmp_path: Path, word_tokenizer: Path,
     with notice, pytest.raises(DataError) as caught:
         Sources(made(tmp_path, records, word_tokenizer)).training()
     assert str(caught.value) == (
-        f"no training sample has a token to train ({tmp_path}/samples.jsonl: of 4 sequences 1 have weight 0 "
+        f"no training sample has a token to train ({tmp_path}/samples.jsonl: of 4 sequences 1 has weight 0 "
         "and 3 lose all their loss tokens by a cut), so no step would change the model; give records with answers "
         "in the loss, or raise data.seq_length if they are cut"
     )

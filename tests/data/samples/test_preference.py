@@ -54,7 +54,7 @@ def test_a_pair_is_dropped_whole_cut_or_refused(tmp_path: Path, word_tokenizer: 
     assert [answers(cut, index) for index in (4, 5)] == [[5, 6, 2], [7, 7, 7, 7]]
     assert cut.widths(np.arange(8)).tolist() == [3, 3, 4, 4, 4, 5, 3, 4]
     assert [len(cut.sample(0, index).tokens) for index in range(8)] == [3, 3, 4, 4, 4, 5, 3, 4]
-    assert "1 of 4 records have a sequence of more than 6 tokens: cut at the end" in next(cut.notes())
+    assert "1 of 4 records has a sequence of more than 6 tokens: cut at the end" in next(cut.notes())
     dropped = dataset(config(tmp_path, word_tokenizer, "dpo", PAIRS, data__too_long="drop"))
     assert len(dropped) == 6
     assert answers(dropped, 5) == [5, 5, 2]

@@ -91,7 +91,7 @@ def test_long_samples_are_dropped_or_refused_as_asked(write_jsonl: WriteJsonl, w
     kept = conversations(path, word_tokenizer, 3, "drop")
     assert (len(kept), kept.too_long.samples) == (2, 1)
     assert [kept.sample(0, index).tokens.tolist() for index in range(2)] == [[1, 4, 5], [1, 6, 7]]
-    assert list(kept.notes()) == [f"{path}: 1 of 3 samples have more than 4 tokens: left out, with 5 tokens"]
+    assert list(kept.notes()) == [f"{path}: 1 of 3 samples has more than 4 tokens: left out, with 5 tokens"]
     assert list(conversations(path, word_tokenizer, 4, "drop").notes()) == []
     with refuses(DataError, "line 2", "samples.jsonl", "data.seq_length=3"):
         conversations(path, word_tokenizer, 3, "refuse")

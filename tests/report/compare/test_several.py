@@ -65,7 +65,7 @@ def test_the_page_reads_well(runs: list[Path], tmp_path: Path, chromium: Browser
     page = read_html(text)
     assert_is_accessible(page)
     assert_is_self_contained(page)
-    assert "1 of 2 runs are the run of first." in text
+    assert "1 of 2 runs is the run of first." in text
     links = [(each.attributes["href"], each.text) for each in page.all("a")]
     assert ("compare-2.html", "compare-2.html") in links
     assert all(href == text for href, text in links)

@@ -186,7 +186,7 @@ def test_images_that_do_not_fit_are_refused(pool: Pool, folders: dict[Kind, Path
     ]
     prompts: list[tuple[Any, Any, tuple[str, ...]]] = [
         ([one.ids], None, ("prompt 0", "image token")),
-        ([one.ids, one.ids], [one.images], ("1 prompts", "2 prompts")),
+        ([one.ids, one.ids], [one.images], ("1 prompt", "2 prompts")),
         ([one.ids], [[*one.images, *one.images]], ("2 image(s)",)),
     ]
     config = config_of(folder, Layout())

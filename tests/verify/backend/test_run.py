@@ -343,7 +343,7 @@ def test_the_verb_writes_report_and_certificate(tmp_path: Path, monkeypatch: pyt
     assert done.exit_code == 0, done.output
     assert "stand-in: layer 0: pass" in done.output
     assert "absent: not compared: made for no cpu" in done.output
-    assert "PASS: 1 layers of candidates compute what ours do" in done.output
+    assert "PASS: 1 layer of candidates computes what ours do" in done.output
     (certificate,) = (tmp_path / "certificates").iterdir()
     assert json.loads(certificate.read_text())["candidates"]["stand-in"]["passed"]
     assert {each.name for each in (tmp_path / "run" / "backend").iterdir()} == {"backend.json", "backend.html"}

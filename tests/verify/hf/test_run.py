@@ -139,11 +139,11 @@ def test_the_command_writes_its_report_and_tells_the_verdict(tmp_path: Path) -> 
     report = read_back(HfReport, (tmp_path / "run" / "hf" / "hf.json").read_text())
     assert report.changes == ("train.precision: bf16 -> fp32",)
     page = (tmp_path / "run" / "hf" / "hf.html").read_text()
-    assert "All 1 layouts are the run of transformers" in page
+    assert "The layout is the run of transformers" in page
     assert "gradient norm" in page
     wrong = CliRunner().invoke(app, [*arguments, "--layouts", "cp2", "--inject", "positions-not-zigzag"])
     assert wrong.exit_code == 1, wrong.output
-    assert "FAIL: 1 of 2 layouts are not the run of transformers" in wrong.output
+    assert "FAIL: 1 of 2 layouts is not the run of transformers" in wrong.output
     assert json.loads((tmp_path / "run" / "hf" / "hf.json").read_text())["diagnosis"]["step"] == 1
 
 

@@ -373,7 +373,7 @@ def test_a_fault_ends_with_1_two_lines_and_two_files(tmp_path: Path) -> None:
     assert row.split()[-1] == "FAIL"
     where = next(number for number, line in enumerate(lines) if line.startswith("mtrain verify parity: microbatches"))
     assert lines[where + 1].startswith("first deviation: gradient of output_layer.weight")
-    assert lines[-1].startswith("FAIL: 1 of 2 layouts are not the run of one process with the planted fault")
+    assert lines[-1].startswith("FAIL: 1 of 2 layouts is not the run of one process with the planted fault")
     report = read_back(ParityReport, (tmp_path / "run" / "parity" / "parity.json").read_text())
     assert not report.passed
     assert (tmp_path / "run" / "parity" / "parity.html").stat().st_size > 10_000

@@ -1,6 +1,8 @@
 """A report on a terminal: no number and no name is cut, however narrow it is."""
 
 import io
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from rich.console import Console
 
 from mtrain.verify.core.result import ParityReport
 from mtrain.verify.report.print import print_report
+from mtrain.verify.report.text import BACKEND, HF, MACHINE, PARITY, PREEMPT, RESUME, Count, ReportText
 from tests.verify.reports import TENSORS, read_back, report, report_in_float64
 
 
@@ -50,3 +53,28 @@ def test_the_precision_that_was_judged_is_said_and_what_float32_rounded(found: P
     assert ("rounding" in heading) == (found.precision == "float64")
     assert any("3.0e-05" in line for line in lines) == (found.precision == "float64")
     assert read_back(ParityReport, found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("gradient", "slots", "sentence"),
+    [
+        (1e-7, (0,), "1 layout is the run of one process"),
+        (1e-7, (0, 1), "2 layouts are the run of one process"),
+        (0.5, (1,), "1 of 1 layout is not the run of one process"),
+        (0.5, (0, 1), "1 of 2 layouts is not the run of one process"),
+        (0.5, (1, 1, 0), "2 of 3 layouts are not the run of one process"),
+    ],
+)
+def test_the_verdict_agrees_with_the_number_of_layouts(gradient: float, slots: tuple[int, ...], sentence: str) -> None:
+    found = report(gradient)
+    few = replace(found, layouts=tuple(found.layouts[slot] for slot in slots))
+    assert few.in_words(few.text.agreement) == sentence
+
+
+@pytest.mark.parametrize("text", [PARITY, RESUME, PREEMPT, HF, BACKEND, MACHINE], ids=lambda text: text.verb)
+def test_every_sentence_agrees_with_its_number(text: ReportText) -> None:
+    for sentence in (text.agreement, text.disagreement, text.headline, text.length):
+        one, two = (sentence.format(**dict.fromkeys(("count", "failed", "steps"), Count(number))) for number in (1, 2))
+        assert re.search(r"\b1 \w+s\b|\b2 \w*[^s\W] (is|does)\b|[{}|]", f"{one} {two}") is None
+        assert not {"All", "are"} & set(one.split())
+        assert not {"is", "does", "once"} & set(two.split())

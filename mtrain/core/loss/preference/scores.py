@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.core.loss.pair import LossPair, TermInputs, per_token, weigh
 from mtrain.core.loss.preference.member import ROLES, Role
 
@@ -148,8 +149,8 @@ class ScoredSequences:
         )
         num_chosen, num_rejected = chosen_groups.count(incomplete), rejected_groups.count(incomplete)
         raise agreed_fault(
-            f"group {incomplete} has {num_chosen} chosen and {num_rejected} rejected sequences, but a pair is one of "
-            "each; give both in the same call, each group with its own number"
+            f"group {incomplete} has {num_chosen} chosen and {counted(num_rejected, 'rejected sequence')}, but a pair "
+            "is one of each; give both in the same call, each group with its own number"
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.rope import RopeSection
 from mtrain.hf.schema.config import Constant, Entry, Field, Required
@@ -297,8 +298,8 @@ def listed_kinds(kinds: object, num_layers: int, words: tuple[str, str]) -> list
     """Checks that `layer_types` has one of two words for each layer, and returns it."""
     if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in words for kind in kinds):
         raise DataError(
-            f"config.json: layer_types must list {' or '.join(words)} for each of num_hidden_layers={num_layers} "
-            "layers; correct the file"
+            f"config.json: layer_types must list {' or '.join(words)} for each of "
+            f"num_hidden_layers={counted(num_layers, 'layer')}; correct the file"
         )
     return kinds
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import DEPTHS, Computed, Constant, Entry, Field, Required, Rope, heads, lookup
 from mtrain.hf.schema.families.common import (
@@ -117,7 +118,7 @@ class _ListedExperts(Entry):
         if needed_value(config, "first_k_dense_replace", int, number) != number:
             raise DataError(
                 f"config.json: first_k_dense_replace={config['first_k_dense_replace']} contradicts mlp_layer_types "
-                f"with {number} dense layers, which transformers reads; correct the file"
+                f"with {counted(number, 'dense layer')}, which transformers reads; correct the file"
             )
         return {"experts.first_dense_layers": number}
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.vision import TrainedTower
 from mtrain.hf.schema.config import Constant, Entry, Field, Required, Rope, heads, skipped_rotations
@@ -288,7 +289,8 @@ def _rotates(config: dict[str, Any]) -> list[int]:
     ):
         raise DataError(
             f"config.json: {_LISTED}={shown(listed)} must list 1, or 0 for no rotary positions, for each of "
-            f"num_hidden_layers={num_layers} layers, or {_INTERVAL}={every} must be above 0; correct the file"
+            f"num_hidden_layers={counted(num_layers, 'layer')}, or {_INTERVAL}={every} must be above 0; correct the "
+            "file"
         )
     return listed
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from mtrain.base.errors import DataError
+from mtrain.base.spelling import counted
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import Constant, Entry, Field, Required, heads, skipped_rotations
 from mtrain.hf.schema.families.common import KEY, THEIRS, VOCABULARY, has_experts, has_shared_experts, in_layer
@@ -65,7 +66,8 @@ def _pattern_of(config: Mapping[str, Any]) -> str:
     number = value_of(dict(config), "num_hidden_layers", int, None)
     if len(set(patterns.values())) > 1 or not pattern or number not in (None, len(pattern)):
         listing = ", ".join(
-            f"{name} has {len(letters_of)} layers ({shown(letters_of)})" for name, letters_of in patterns.items()
+            f"{name} has {counted(len(letters_of), 'layer')} ({shown(letters_of)})"
+            for name, letters_of in patterns.items()
         )
         raise DataError(
             f"config.json: {listing or f'no list of layers means {pattern}'}, and "

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, assert_never
 from mtrain.base.background import started
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import write_atomically
+from mtrain.base.spelling import counted
 from mtrain.config.schema.run import TrackerName
 from mtrain.report.metrics.record import Record, scalars
 
@@ -145,7 +146,7 @@ class TrackerSink:
             self._waiting.put_nowait(record)
         except queue.Full:
             if self._fault is None:
-                self._fault = f"{self._waiting.maxsize} records wait for it"
+                self._fault = f"{counted(self._waiting.maxsize, 'record')} wait for it"
                 self._tell(f"{self._fault}; it loses later records, metrics.jsonl has them")
 
     def close(self) -> None:
@@ -158,7 +159,7 @@ class TrackerSink:
             self._tell(f"it has not ended within {self._patience_s:g} s and is abandoned")
         if (missing := self._num_written - self._num_sent) > 0:
             files = "metrics.jsonl and samples.jsonl have" if self._has_texts else "metrics.jsonl has"
-            self._tell(f"it lacks {missing} of {self._num_written} records of this start; {files} them")
+            self._tell(f"it lacks {missing} of {counted(self._num_written, 'record')} of this start; {files} them")
 
     def _feed(self) -> None:
         try:

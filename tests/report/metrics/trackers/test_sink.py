@@ -95,7 +95,7 @@ def test_a_tracker_that_cannot_be_opened_stops_nothing(capfd: pytest.CaptureFixt
         sink.close()
     first, second = capfd.readouterr().err.splitlines()
     assert first == f"warning: tracker x: RuntimeError: {'x' * 300}; training continues without it"
-    assert "lacks 1 of 1 records" in second
+    assert "lacks 1 of 1 record " in second
 
 
 @pytest.mark.fault(
