@@ -95,27 +95,34 @@ def import_(
 
         hf = Path(cached(str(hf)))
         if to is Form.megatron_lm:
-            if check_logits:
-                raise ConfigError("--check-logits loads checkpoints of mtrain; remove it, or remove --to")
-            if mtp_depths:
-                raise ConfigError("--mtp-depths is for checkpoints of mtrain; remove it, or remove --to")
-            if vision:
-                raise ConfigError("--vision is only for checkpoints of mtrain; remove --vision or --to")
-            proof = import_for_megatron(hf, out, DTYPE_NAMES.get(dtype), workers)
-        else:
-            proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers, mtp_depths, vision)
-            for note in notes_on_folder(str(hf)):
-                print(f"note: {note}")
-        print(f"proven: {counted(proof.num_tensors, 'tensor')} convert back to the same {proof.size_bytes} bytes")
-        if to is Form.megatron_lm:
+            _refuse_for_megatron(check_logits, mtp_depths, vision)
+            _print_imported(import_for_megatron(hf, out, DTYPE_NAMES.get(dtype), workers))
             print(
                 f"{out} is complete, without optimizer and random states; start Megatron-LM with: --load {out} "
                 "--finetune --no-load-optim --no-load-rng --dist-ckpt-strictness log_all"
             )
             return
+        proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers, mtp_depths, vision)
+        for note in notes_on_folder(str(hf)):
+            print(f"note: {note}")
+        _print_imported(proof)
         if check_logits:
             _check_logits(out, hf, threshold)
         print(f"{out} is complete; train it with: mtrain train configs/run/finetune.yaml {out / MODEL_NAME}")
+
+
+def _refuse_for_megatron(check_logits: bool, mtp_depths: int, vision: bool) -> None:
+    """Raises ConfigError for options that a checkpoint for Megatron-LM cannot have."""
+    if check_logits:
+        raise ConfigError("--check-logits loads checkpoints of mtrain; remove it, or remove --to")
+    if mtp_depths:
+        raise ConfigError("--mtp-depths is for checkpoints of mtrain; remove it, or remove --to")
+    if vision:
+        raise ConfigError("--vision is only for checkpoints of mtrain; remove --vision or --to")
+
+
+def _print_imported(proof: "Proof") -> None:
+    print(f"proven: {counted(proof.num_tensors, 'tensor')} convert back to the same {proof.size_bytes} bytes")
 
 
 @convert_app.command("export")

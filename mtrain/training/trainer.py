@@ -190,11 +190,17 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
             return _record_stop(life, f"stopped by a signal after step {stopped_after}")
         if config.checkpoint.export_hf_every_steps:
             heartbeat.enter(Phase.EXPORT, heartbeat.step)
-        # not a collective; no collective follows
-        if not exporter.finish(lambda: signal.received is not None):
-            return None
-        life.stopped("stopped by a signal before all checkpoints were exported")
-        return "stopped by a signal before all checkpoints were exported"
+        return _finish_exports(exporter, signal, life)
+
+
+def _finish_exports(exporter: Exporter, signal: StopSignal, life: Life) -> str | None:
+    """Waits for the exports; records and returns the reason if a signal ends them. Not a collective, and none
+    follows."""
+    if not exporter.finish(lambda: signal.received is not None):
+        return None
+    reason = "stopped by a signal before all checkpoints were exported"
+    life.stopped(reason)
+    return reason
 
 
 def _say_if_finished(folder: RunFolder, num_steps: int) -> None:

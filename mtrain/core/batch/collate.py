@@ -152,14 +152,7 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
     main = itertools.chain.from_iterable(by_term[MAIN_TERM])
     # positions start anew in each document, as if it were alone in the row
     positions = torch.from_numpy(np.arange(form.width) - starts)
-    images = joined_images(
-        [[(piece.sample.images, piece.sample.width) for piece in row] for row in placed],
-        positions,
-        form.patches_per_feature,
-        form.bidirectional_images,
-    )
-    if images is not None and form.num_predictions > 1:
-        images = replace(images, ahead=_places_ahead(images.places, starts, form.num_predictions - 1))
+    images = _images(placed, positions, starts, form)
     num_ahead = _num_ahead(images)
     return Microbatch(
         tokens=_as_rows(placed, _TOKENS, form.width, np.int64),
@@ -208,6 +201,18 @@ def _choice(name: str, shape: tuple[int, int], piece: _PlacedSample) -> NDArray[
 
 def _source(piece: _PlacedSample) -> NDArray[np.int64]:
     return np.full(piece.sample.width, -1 if piece.sample.source is None else piece.sample.source)
+
+
+def _images(
+    placed: Sequence[Sequence[_PlacedSample]], positions: Tensor, starts: NDArray[np.int32], form: RowForm
+) -> MicrobatchImages | None:
+    """Joins the images of a microbatch, with the places of features that MTP depths read; `positions` and `starts` are
+    [rows, width]."""
+    rows = [[(piece.sample.images, piece.sample.width) for piece in row] for row in placed]
+    images = joined_images(rows, positions, form.patches_per_feature, form.bidirectional_images)
+    if images is None or form.num_predictions == 1:
+        return images
+    return replace(images, ahead=_places_ahead(images.places, starts, form.num_predictions - 1))
 
 
 def joined_images(

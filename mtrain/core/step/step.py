@@ -115,18 +115,8 @@ class TrainingStep:
         # denominators are planned from whole rows on the host, before rows are sliced and sent to other ranks
         planned = planned_denominators(batches or [], step.sums.pairs.terms)
         step.sums.add_batches(planned, token_counts(batches or []))
-        if step.factors is None:
-            # starts an all-reduce now and waits for it after the first forward pass (at once with fp16 on CPUs)
-            is_fp16 = self._optimizer.scales_loss
-            # matched by position: `planned` has the order of `objective.coefficients`
-            step.factors = NumeratorFactors([*planned.values()], objective, is_fp16, self._groups)
-        elif objective.apart:
-            raise ConfigError(
-                f"the loss terms {', '.join(sorted(objective.apart))} have separate denominators, whose ratio to the "
-                "main one must be known before the first backward pass; give the whole global batch in one call"
-            )
+        factors, terms = self._factors(step, planned, objective), tuple(objective.functions)
         step.sums.pairs.diagnostics.expect(objective.reported)
-        factors, terms = step.factors, tuple(objective.functions)
         # tensor-parallel rank 0 sends whole rows; each context-parallel rank then takes its slice of them
         shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups, objective.extras)
         step.sums.num_positions += self._groups.layout.dp * sum(batch.tokens.numel() for batch in shared)
@@ -157,6 +147,21 @@ class TrainingStep:
         factors.wait()
         if self._optimizer.scales_loss:
             step.sums.gradient_scale = factors.numerator_scale * loss_scale  # constant within a step
+
+    def _factors(self, step: OpenStep, planned: Mapping[str, float], objective: Objective) -> NumeratorFactors:
+        """Returns the factors of the step, which its first pass starts to sum; raises ConfigError if a later pass has
+        terms with denominators of their own."""
+        if step.factors is None:
+            # starts an all-reduce now and waits for it after the first forward pass (at once with fp16 on CPUs)
+            is_fp16 = self._optimizer.scales_loss
+            # matched by position: `planned` has the order of `objective.coefficients`
+            step.factors = NumeratorFactors([*planned.values()], objective, is_fp16, self._groups)
+        elif objective.apart:
+            raise ConfigError(
+                f"the loss terms {', '.join(sorted(objective.apart))} have separate denominators, whose ratio to the "
+                "main one must be known before the first backward pass; give the whole global batch in one call"
+            )
+        return step.factors
 
     def _with_preference_weights(
         self,
