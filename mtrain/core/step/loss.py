@@ -103,15 +103,22 @@ class OutputLoss:
             # without a chunk nothing would read the factors, and other ranks would wait in their collective
             scalar_of(sums)
         hidden = [selection.student.hidden for selection in selections]
-        scalar = self._sum_over_chunks(weight, hidden, loss_of_chunk, chunk, expected_gradient)
+        are_consumed = all(self._objective.consumes_logits(selection.tokens.weights) for selection in selections)
+        scalar = self._sum_over_chunks(weight, hidden, loss_of_chunk, chunk, expected_gradient, are_consumed)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return scalar, {term: replace(pair, numerator=pair.numerator.to(dtype)) for term, pair in sums.items()}
 
     def _sum_over_chunks(
-        self, weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, chunk: int, expected_gradient: Tensor
+        self,
+        weight: Tensor,
+        hidden: list[Tensor],
+        loss_of: LossOfChunk,
+        chunk: int,
+        expected_gradient: Tensor,
+        are_consumed: bool,
     ) -> Tensor:
         # a method, so that tests can plant faults here
-        return sum_over_chunks(weight, hidden, loss_of, chunk, expected_gradient)
+        return sum_over_chunks(weight, hidden, loss_of, chunk, expected_gradient, reuses_memory=are_consumed)
 
     def _zero_pairs(self, terms: Sequence[str], device: torch.device) -> dict[str, LossPair]:
         """Returns a pair of zeros for each term, in float64: float32 rounding would show the number of chunks."""

@@ -281,7 +281,13 @@ class _ChunksDropped(OutputLoss):
     """Loss that drops every second chunk from the table's gradient."""
 
     def _sum_over_chunks(
-        self, weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, chunk: int, expected_gradient: Tensor
+        self,
+        weight: Tensor,
+        hidden: list[Tensor],
+        loss_of: LossOfChunk,
+        chunk: int,
+        expected_gradient: Tensor,
+        are_consumed: bool,
     ) -> Tensor:
         def every_second(first: int) -> LossOfChunk:
             numbers = itertools.count(first)
@@ -292,7 +298,9 @@ class _ChunksDropped(OutputLoss):
             return loss
 
         kept, dropped = (
-            super(_ChunksDropped, self)._sum_over_chunks(table, hidden, every_second(first), chunk, expected_gradient)
+            super(_ChunksDropped, self)._sum_over_chunks(
+                table, hidden, every_second(first), chunk, expected_gradient, are_consumed
+            )
             for first, table in enumerate((weight, weight.detach()))
         )
         return kept + dropped

@@ -30,13 +30,20 @@ def chunks(num_rows: int, chunk_rows: int) -> Iterator[slice]:
         yield slice(number * num_rows // num_chunks, (number + 1) * num_rows // num_chunks)
 
 
-def logits_of_rows(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Computes logits [rows, 1, vocab_local] from hidden states [rows, hidden], without a graph."""
-    return torch.matmul(hidden.detach(), weight.detach().t()).unsqueeze(1)
+def logits_of_rows(hidden: Tensor, weight: Tensor, memory: Tensor | None = None) -> Tensor:
+    """Computes logits [rows, 1, vocab_local] from hidden states [rows, hidden], without a graph; into the first rows of
+    `memory`, [at least rows, vocab_local], if given."""
+    output = None if memory is None else memory[: len(hidden)]
+    return torch.matmul(hidden.detach(), weight.detach().t(), out=output).unsqueeze(1)
 
 
 def sum_over_chunks(
-    weight: Tensor, hidden: list[Tensor], loss_of_chunk: LossOfChunk, chunk_rows: int, expected_gradient: Tensor
+    weight: Tensor,
+    hidden: list[Tensor],
+    loss_of_chunk: LossOfChunk,
+    chunk_rows: int,
+    expected_gradient: Tensor,
+    reuses_memory: bool = False,
 ) -> Tensor:
     """Returns the sum of the losses of all chunks, a float32 scalar that can be differentiated once.
 
@@ -48,6 +55,8 @@ def sum_over_chunks(
         hidden: Hidden states, [rows, hidden] each.
         expected_gradient: Gradient that the result will presumably receive. Forward computes gradients with it, so that
             those of fp16 do not underflow; if backward receives another one, they are multiplied by the ratio.
+        reuses_memory: Whether the logits of all chunks take turns in the same memory, which saves a CPU the page faults
+            of new memory. For losses that keep no logits.
     """
     if not torch.is_grad_enabled():
         total = weight.new_zeros((), dtype=_wide(weight))
@@ -56,7 +65,7 @@ def sum_over_chunks(
                 total += loss_of_chunk(number, rows, logits_of_rows(states[rows], weight))
         return total
     return _SumOverChunks.apply(  # type: ignore[no-untyped-call]
-        weight, loss_of_chunk, chunk_rows, expected_gradient, *hidden
+        weight, loss_of_chunk, chunk_rows, expected_gradient, reuses_memory, *hidden
     )
 
 
@@ -75,11 +84,14 @@ class _SumOverChunks(torch.autograd.Function):
         loss_of_chunk: LossOfChunk,
         chunk_rows: int,
         expected_gradient: Tensor,
+        reuses_memory: bool,
         *hidden: Tensor,
     ) -> Tensor:
         # a frozen weight needs no gradient
         weight_gradient = _WeightGradient(weight) if ctx.needs_input_grad[0] else None
         hidden_gradients = [torch.empty_like(states) for states in hidden]
+        most_rows = min(chunk_rows, max(map(len, hidden)))
+        memory = hidden[0].new_empty(most_rows, len(weight)) if reuses_memory else None
         total = weight.new_zeros((), dtype=_wide(weight))
         for number, states in enumerate(hidden):
             for rows in chunks(len(states), chunk_rows):
@@ -91,6 +103,7 @@ class _SumOverChunks(torch.autograd.Function):
                     expected_gradient,
                     hidden_gradients[number][rows],
                     weight_gradient,
+                    memory,
                 )
         ctx.gradients = (None if weight_gradient is None else weight_gradient.rounded(), hidden_gradients)
         ctx.expected_gradient = expected_gradient
@@ -109,7 +122,7 @@ class _SumOverChunks(torch.autograd.Function):
             for part in (weight_gradient, *hidden_gradients):
                 if part is not None:
                     part.mul_(factor)
-        return weight_gradient, None, None, None, *hidden_gradients
+        return weight_gradient, None, None, None, None, *hidden_gradients
 
 
 def _add_chunk(
@@ -119,9 +132,10 @@ def _add_chunk(
     expected_gradient: Tensor,
     hidden_gradient: Tensor,
     weight_gradient: _WeightGradient | None,
+    memory: Tensor | None,
 ) -> Tensor:
     """Returns the loss of one chunk; writes or adds its gradients to `hidden_gradient` and `weight_gradient`."""
-    logits = logits_of_rows(hidden, weight).requires_grad_()
+    logits = logits_of_rows(hidden, weight, memory).requires_grad_()
     with torch.enable_grad():
         loss = loss_function(logits)
     # the graph of this chunk alone, which is freed here with everything it saved

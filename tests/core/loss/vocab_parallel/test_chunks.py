@@ -308,6 +308,29 @@ def test_a_second_backward_pass_is_an_error() -> None:
         torch.autograd.grad(total, weight)
 
 
+def test_consumed_chunks_take_turns_in_the_same_memory() -> None:
+    data = drawn()
+    labels = [torch.ones(1, count, dtype=torch.int64) for count in ROWS]
+
+    def found(reuses_memory: bool) -> tuple[set[int], list[Tensor]]:
+        addresses = set()
+
+        def loss_of_chunk(number: int, rows: slice, local: Tensor) -> Tensor:
+            addresses.add(local.data_ptr())
+            others.append(torch.empty_like(local))  # new memory would not be at the same address by chance
+            return VocabParallelLogits(local, None, 0, VOCAB).consumed().cross_entropy(labels[number][:, rows]).sum()
+
+        others: list[Tensor] = []
+        leaves = [each.clone().requires_grad_() for each in (data.weight, *data.hidden)]
+        weight, *hidden = leaves
+        total = sum_over_chunks(weight, hidden, loss_of_chunk, 5, torch.tensor(1.0), reuses_memory)
+        return addresses, [total.detach(), *torch.autograd.grad(total, leaves)]
+
+    (one, results), (several, expected) = found(True), found(False)
+    assert len(one) == 1 < len(several)
+    assert all(torch.equal(result, other) for result, other in zip(results, expected, strict=True))
+
+
 @pytest.mark.parametrize("is_consumed", [False, True])
 def test_memory_is_that_of_a_chunk(is_consumed: bool) -> None:
     """The case has 512 tokens of 32k words in float32 on one process: 16 MiB of gradient of the table, and three
