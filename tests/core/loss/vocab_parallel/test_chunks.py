@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mtrain.arch.layout import Layout
+from mtrain.config import Config
 from mtrain.core.loss.vocab_parallel.chunks import (
     _WeightGradient,
     chunks,
@@ -20,7 +22,11 @@ from mtrain.core.loss.vocab_parallel.chunks import (
 )
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.core.ranks.groups import Groups
+from mtrain.core.step import loss as step_loss
+from mtrain.data.loader import StepLoader
 from tests.core.loss.vocab_parallel.counting import Kernels
+from tests.core.state.checkpoint_ranks import build
+from tests.core.state.test_save_and_load import configured
 from tests.plan.allocations import Allocations
 from tests.pool import Pool
 
@@ -329,6 +335,30 @@ def test_consumed_chunks_take_turns_in_the_same_memory() -> None:
     (one, results), (several, expected) = found(True), found(False)
     assert len(one) == 1 < len(several)
     assert all(torch.equal(result, other) for result, other in zip(results, expected, strict=True))
+
+
+def reuses_of_a_step(groups: Groups, config: Config) -> set[bool]:
+    """Returns whether the chunks of each microbatch of a step share memory."""
+    reuses = set()
+
+    def noted(*arguments: Any, reuses_memory: bool) -> Tensor:
+        reuses.add(reuses_memory)
+        return sum_over_chunks(*arguments, reuses_memory)
+
+    with mock.patch.object(step_loss, "sum_over_chunks", noted):
+        loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
+        build(groups, config).training.forward_backward(loader.batches(0))
+    return reuses
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, True), ({"loss.side_terms": {"z": {"function": "z_loss", "coefficient": 0.01}}}, False)],
+    ids=["cross entropy alone", "two terms"],
+)
+def test_memory_is_shared_where_no_term_can_keep_logits(pool: Pool, changes: dict[str, Any], expected: bool) -> None:
+    config = configured(**{"loss.chunk_tokens": 3}, **changes)
+    assert pool.run(reuses_of_a_step, Layout(), config) == [{expected}]
 
 
 @pytest.mark.parametrize("is_consumed", [False, True])
