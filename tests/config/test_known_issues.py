@@ -78,7 +78,6 @@ def test_a_field_that_lets_no_fault_in_passes(field: str, value: Any, others: di
         (True, {"train__compile": "regions", "train__recompute": "full"}),
         (False, {"train__compile": "layers"}),
         (False, {"train__offload_layers": 2}),
-        (False, {"layout": {"shard": "weights"}}),
         (False, {"model__megatron": {FUSED: False}}),
     ],
     ids=str,

@@ -68,5 +68,5 @@ def test_a_file_of_ggufs_kind_becomes_a_model_that_the_run_starts_from(
     code, text = call("check", "examples/real_model/finetune.yaml", "--world-size", 2, "data.seq_length=512")
     assert code == 0, text
     assert "tp1-pp1-cp2-dp1 on 2 ranks" in text
-    assert "packed rows of 512" in text
+    assert "1 packed row of 512" in text
     assert "fields that mtrain does not know" not in text, "GGUF's own names, _model_name_or_path and unk_token_id"

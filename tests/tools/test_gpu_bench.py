@@ -79,11 +79,11 @@ def test_the_report_says_what_every_section_must_show() -> None:
     nothing = {"found": {}, "seconds": 1.0}
     answers: dict[str, dict[str, Any]] = {
         "broken": {**nothing, "passed": False, "error": "no kernel", "right if": "it runs"},
-        "waits": {**nothing, "passed": True, "found": {"dense": {}, "packed": {"step.py:1": 1}}, "right if": "one"},
+        "waits": {**nothing, "passed": True, "found": {"dense": {}, "packed": {"step.py": 1}}, "right if": "one"},
     }
     page = markdown({"machine": {"device": "CPU"}, "seconds": 2, "sections": answers})
     assert "## broken\n\nRight if: it runs.\n\nNothing was found.\n" in page
-    assert "## waits\n\nRight if: one.\n\n- dense: none\n- packed:\n  - step.py:1: 1\n" in page
+    assert "## waits\n\nRight if: one.\n\n- dense: none\n- packed:\n  - step.py: 1\n" in page
 
 
 def test_a_section_that_takes_too_long_is_stopped_and_reported(tmp_path: Path) -> None:

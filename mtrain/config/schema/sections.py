@@ -52,12 +52,12 @@ class Sections(Section):
     @property
     def fuses_weight_gradients(self) -> bool:
         """Whether products of our own linear layers add weight gradients directly to their float32 buffers: as
-        `model.megatron` says, else unless another feature hides a weight from its gradient."""
+        `model.megatron` says, else unless another feature hides a weight from its gradient. Sharded weights have no
+        such buffers."""
         choice = self.model.megatron.get("gradient_accumulation_fusion")
         if choice is not None:
             return bool(choice)
-        is_hidden = self.train.compile == "layers" or self.train.offload_layers is not None
-        return not is_hidden and self.layout.shard == "optimizer"
+        return self.train.compile != "layers" and self.train.offload_layers is None
 
     @property
     def dropout_keys(self) -> list[str]:

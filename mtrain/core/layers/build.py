@@ -77,7 +77,8 @@ def build_chunks(
     translated = transformer_config(config, groups.layout, groups.device)
     stages: list[int | None] = [None] if groups.layout.vpp == 1 else list(range(groups.layout.vpp))
     backend = _agreed(chosen_backend(config, groups.device), config, groups)
-    translated.gradient_accumulation_fusion = config.fuses_weight_gradients and backend != "te"
+    has_buffers = groups.layout.shard == "optimizer"
+    translated.gradient_accumulation_fusion = has_buffers and backend != "te" and config.fuses_weight_gradients
     if in_float64:
         compute_in_float64(translated)
     with matrices_without_memory() if groups.layout.shard == "weights" else contextlib.nullcontext():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,21 +104,20 @@ class OutputLoss:
             scalar_of(sums)
         hidden = [selection.student.hidden for selection in selections]
         are_consumed = all(self._objective.consumes_logits(selection.tokens.weights) for selection in selections)
-        scalar = self._sum_over_chunks(weight, hidden, loss_of_chunk, chunk, expected_gradient, are_consumed)
+        scalar = self._sum_over_chunks(
+            weight,
+            hidden,
+            loss_of_chunk,
+            chunk_rows=chunk,
+            expected_gradient=expected_gradient,
+            reuses_memory=are_consumed,
+        )
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return scalar, {term: replace(pair, numerator=pair.numerator.to(dtype)) for term, pair in sums.items()}
 
-    def _sum_over_chunks(
-        self,
-        weight: Tensor,
-        hidden: list[Tensor],
-        loss_of: LossOfChunk,
-        chunk: int,
-        expected_gradient: Tensor,
-        are_consumed: bool,
-    ) -> Tensor:
+    def _sum_over_chunks(self, weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, **options: Any) -> Tensor:
         # a method, so that tests can plant faults here
-        return sum_over_chunks(weight, hidden, loss_of, chunk, expected_gradient, reuses_memory=are_consumed)
+        return sum_over_chunks(weight, hidden, loss_of, **options)
 
     def _zero_pairs(self, terms: Sequence[str], device: torch.device) -> dict[str, LossPair]:
         """Returns a pair of zeros for each term, in float64: float32 rounding would show the number of chunks."""

@@ -328,7 +328,7 @@ def _training_only(data: FilesSection) -> dict[str, Any]:
     return only | ({"valid": (), "test": ()} if data.split is None else {})
 
 
-def _changes(before: Config, after: Config) -> Iterator[str]:
+def _changes(before: Sections, after: Sections) -> Iterator[str]:
     old, new = before.model_dump(), after.model_dump()
     for section in ("model", "adapter", "train", "optimizer", "data", "loss"):
         for key, value in (old[section] or {}).items():

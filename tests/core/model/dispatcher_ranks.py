@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.func import functional_call
 
 from mtrain.config import Config
-from mtrain.core.layers.build import build_chunks
+from mtrain.core.layers.build import build_with
 from mtrain.core.layers.moe.layer import ExpertsLayer
 from mtrain.core.ranks.groups import Groups
 
@@ -20,7 +20,7 @@ from mtrain.core.ranks.groups import Groups
 def read_by_the_host(groups: Groups, config: Config) -> bool:
     """Says whether the first layer of experts, forward and backward, reads an element of a tensor on the host; its
     tensors have no elements."""
-    _, (chunk,) = build_chunks(config, groups)
+    chunk = build_with("torch", config, groups)
     layer = next(module for module in chunk.modules() if isinstance(module, ExpertsLayer))
     with FakeTensorMode(), _without_transfers():
         shapes = {name: (each.shape, each.dtype) for name, each in layer.named_parameters()}

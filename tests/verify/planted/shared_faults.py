@@ -280,15 +280,7 @@ def _smoothed_over_padding(config: Config) -> Config:
 class _ChunksDropped(OutputLoss):
     """Loss that drops every second chunk from the table's gradient."""
 
-    def _sum_over_chunks(
-        self,
-        weight: Tensor,
-        hidden: list[Tensor],
-        loss_of: LossOfChunk,
-        chunk: int,
-        expected_gradient: Tensor,
-        are_consumed: bool,
-    ) -> Tensor:
+    def _sum_over_chunks(self, weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, **options: Any) -> Tensor:
         def every_second(first: int) -> LossOfChunk:
             numbers = itertools.count(first)
 
@@ -298,9 +290,7 @@ class _ChunksDropped(OutputLoss):
             return loss
 
         kept, dropped = (
-            super(_ChunksDropped, self)._sum_over_chunks(
-                table, hidden, every_second(first), chunk, expected_gradient, are_consumed
-            )
+            super(_ChunksDropped, self)._sum_over_chunks(table, hidden, every_second(first), **options)
             for first, table in enumerate((weight, weight.detach()))
         )
         return kept + dropped

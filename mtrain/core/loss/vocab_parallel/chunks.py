@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,6 +92,7 @@ class _SumOverChunks(torch.autograd.Function):
         hidden_gradients = [torch.empty_like(states) for states in hidden]
         most_rows = min(chunk_rows, max(map(len, hidden)))
         memory = hidden[0].new_empty(most_rows, len(weight)) if reuses_memory else None
+        table = _Table(weight, memory, weight_gradient)
         total = weight.new_zeros((), dtype=_wide(weight))
         for number, states in enumerate(hidden):
             for rows in chunks(len(states), chunk_rows):
@@ -99,11 +100,9 @@ class _SumOverChunks(torch.autograd.Function):
                 total += _add_chunk(
                     functools.partial(loss_of_chunk, number, rows),
                     states[rows],
-                    weight,
+                    table,
                     expected_gradient,
                     hidden_gradients[number][rows],
-                    weight_gradient,
-                    memory,
                 )
         ctx.gradients = (None if weight_gradient is None else weight_gradient.rounded(), hidden_gradients)
         ctx.expected_gradient = expected_gradient
@@ -125,24 +124,33 @@ class _SumOverChunks(torch.autograd.Function):
         return weight_gradient, None, None, None, None, *hidden_gradients
 
 
+class _Table(NamedTuple):
+    """Weight of the output layer, and what all chunks share."""
+
+    weight: Tensor
+    """[vocab_local, hidden]."""
+    memory: Tensor | None
+    """Memory for the logits of any chunk; None: each chunk has its own."""
+    gradient: _WeightGradient | None
+    """Gradient of the weight; None if it is frozen."""
+
+
 def _add_chunk(
     loss_function: Callable[[Tensor], Tensor],
     hidden: Tensor,
-    weight: Tensor,
+    table: _Table,
     expected_gradient: Tensor,
     hidden_gradient: Tensor,
-    weight_gradient: _WeightGradient | None,
-    memory: Tensor | None,
 ) -> Tensor:
-    """Returns the loss of one chunk; writes or adds its gradients to `hidden_gradient` and `weight_gradient`."""
-    logits = logits_of_rows(hidden, weight, memory).requires_grad_()
+    """Returns the loss of one chunk; writes its gradient to `hidden_gradient`, and adds that of the table's weight."""
+    logits = logits_of_rows(hidden, table.weight, table.memory).requires_grad_()
     with torch.enable_grad():
         loss = loss_function(logits)
     # the graph of this chunk alone, which is freed here with everything it saved
     gradient = torch.autograd.grad(loss, logits, expected_gradient.to(loss.dtype))[0].squeeze(1)
-    torch.matmul(gradient, weight, out=hidden_gradient)
-    if weight_gradient is not None:
-        weight_gradient.add(gradient, hidden)
+    torch.matmul(gradient, table.weight, out=hidden_gradient)
+    if table.gradient is not None:
+        table.gradient.add(gradient, hidden)
     return loss.detach()
 
 

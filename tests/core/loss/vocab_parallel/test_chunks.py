@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.core.loss.vocab_parallel.chunks import (
+    LossOfChunk,
     _WeightGradient,
     chunks,
     logits_of_rows,
@@ -341,9 +342,9 @@ def reuses_of_a_step(groups: Groups, config: Config) -> set[bool]:
     """Returns whether the chunks of each microbatch of a step share memory."""
     reuses = set()
 
-    def noted(*arguments: Any, reuses_memory: bool) -> Tensor:
-        reuses.add(reuses_memory)
-        return sum_over_chunks(*arguments, reuses_memory)
+    def noted(weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, **options: Any) -> Tensor:
+        reuses.add(options["reuses_memory"])
+        return sum_over_chunks(weight, hidden, loss_of, **options)
 
     with mock.patch.object(step_loss, "sum_over_chunks", noted):
         loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
