@@ -174,9 +174,7 @@ class Start:
             from mtrain.hf.io.source import source_for  # torch
 
             source = source_for(Path(config.model.hf), config.model)
-            findings.fact(
-                name, f"{config.model.hf}: {counted(len(source.weights.names()), 'tensor')}, all of which fit the model"
-            )
+            findings.fact(name, f"{config.model.hf}: fits the model ({counted(len(source.weights.names()), 'tensor')})")
 
     def _look_at_adapter(self, name: str) -> None:
         config = self.config

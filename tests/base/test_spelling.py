@@ -40,7 +40,7 @@ def test_a_noun_agrees_with_its_number(number: int, noun: str, form: str, text: 
 
 
 def plurals_in(tree: ast.AST) -> Iterator[str]:
-    """Yields numbers in f-strings with a plural behind them; the limits in constants are never one."""
+    """Yields numbers in f-strings that a plural follows; the limits in constants are never one."""
     for node in ast.walk(tree):
         for value, after in zip(node.values, node.values[1:]) if isinstance(node, ast.JoinedStr) else ():
             if isinstance(value, ast.FormattedValue) and isinstance(after, ast.Constant):
