@@ -1,4 +1,4 @@
-"""Kernels that layers and losses share: matrix products into float32, and regions, which torch compiles.
+"""Kernels that layers and losses share: sums of weight gradients, and regions, which torch compiles.
 
 Regions are memory-bound; torch compiles each into about one pass forward and one backward. A region does not depend on
 the layout. Matrix products, collectives and recomputation stay outside, so that fused weight gradients, adapters and
@@ -77,3 +77,31 @@ def add_product(inputs: Tensor, output_gradients: Tensor, total: Tensor) -> None
         torch.addmm(total, output_gradients.t(), inputs, out_dtype=total.dtype, out=total)
     else:
         total.add_(output_gradients.t() @ inputs)
+
+
+@torch.no_grad()
+def add_rows(rows: Tensor, gradients: Tensor, total: Tensor) -> None:
+    """Adds gradients, [n, columns], to the rows, [n], of the gradient of a table, [all rows, columns], in place; in an
+    order that depends on nothing else."""
+    if total.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        # index_add_ would add in any order
+        total.add_(torch.ops.aten.embedding_dense_backward(gradients, rows, len(total), -1, False))
+    else:
+        total.index_add_(0, rows, gradients.to(total.dtype))
+
+
+def gradient_buffer(weight: Tensor) -> Tensor | None:
+    """Returns the buffer in which megatron-core sums the gradient of a weight, float32 or float64, if it has one."""
+    buffer: Tensor | None = getattr(weight, "main_grad", None)
+    return buffer
+
+
+def added_gradient(weight: Tensor) -> Tensor:
+    """Marks the gradient of a weight as added to its buffer; returns what backward must return for its hooks to run,
+    whose values nothing reads.
+
+    Then every use of the weight must add its gradient, since autograd sums what the uses return.
+    """
+    marked: Any = weight
+    marked.grad_added_to_main_grad = True  # read by megatron-core's hook
+    return torch.empty_like(weight)

@@ -73,7 +73,7 @@ class CachedModel:
         output = self._through_stages(batch)
         if output is None:
             return None
-        hidden, weight = output.main.operands()
+        hidden, weight, _ = output.main.operands()
         last_hidden = hidden[:, 0].index_select(0, torch.tensor(ends, dtype=torch.int64, device=hidden.device))
         local = output.main.capped(torch.matmul(last_hidden, weight.t()).float())
         parts = [torch.empty_like(local) for _ in range(self._groups.layout.tp)]

@@ -34,6 +34,7 @@ from mtrain.core.layers.attention.rotary import (
     take_angles_by_layer,
 )
 from mtrain.core.layers.attention.rotating import RotatingAttention
+from mtrain.core.layers.embedding import EmbeddingTable
 from mtrain.core.layers.layer_parts import Backend, rotation_factor
 from mtrain.core.layers.layer_spec import block_spec
 from mtrain.core.layers.moe.router import router_marks
@@ -82,6 +83,9 @@ class LanguageModel(LanguageModule):
         rows = padded_vocab_size(model, layout.tp)
         if self.pre_process or self.mtp_process:
             self.embedding = LanguageModelEmbedding(config, rows, 0, "rope", tp_group=groups.collection.tp)
+            if config.gradient_accumulation_fusion:
+                # its class, since megatron-core takes no other one
+                self.embedding.word_embeddings.__class__ = EmbeddingTable
         if self.pre_process and model.vision is not None:
             self.vision = VisionTower(model.vision, model.hidden_size, config, groups)
         self._received: Tensor | None = None  # from the stage before
@@ -110,6 +114,9 @@ class LanguageModel(LanguageModule):
             self.output_layer = self._output(model, rows)
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
+        if config.gradient_accumulation_fusion and (table := self._table()) is not None:
+            # megatron-core would let autograd add the gradient of a shared table's rows
+            table.weight.zero_out_wgrad = False
         if isinstance(self.rotary, TwoBaseRotary):
             take_angles_by_layer(self, self.rotary)
         for module in self.modules():

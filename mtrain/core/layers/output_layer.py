@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from mtrain.core.kernels import region
+from mtrain.core.kernels import gradient_buffer, region
 from mtrain.core.layers.products import widened
 
 
@@ -30,6 +30,8 @@ class Operands(NamedTuple):
     which backward sums the gradient."""
     weight: Tensor
     """[vocab_local, hidden]."""
+    buffer: Tensor | None = None
+    """Buffer to which the gradient of the weight must be added; None: autograd must return the gradient."""
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -63,8 +65,6 @@ class OutputLayer(ColumnParallelLinear):
             skip_weight_param_allocation=takes_embeddings,
             tp_group=tp,
         )
-        # fusion would treat a gradient of `Operands` in the same backward pass as already added
-        self.gradient_accumulation_fusion = False
         self.softcap = softcap
 
     def forward(
@@ -83,14 +83,17 @@ class OutputLayer(ColumnParallelLinear):
         if not as_operands:
             return super().forward(input_, weight, runtime_gather_output)
         # a weight in lower precision is converted once for all chunks of tokens
-        table = (self.weight if weight is None else weight).to(input_.dtype)
+        weight = self.weight if weight is None else weight
+        table = weight.to(input_.dtype)
+        buffer = gradient_buffer(weight) if self.gradient_accumulation_fusion else None
         if self.sequence_parallel:
             # not False, which would split the gradient, but here each rank has a summand of it
             return Operands(
                 gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group),
                 table,
+                buffer,
             )
-        return Operands(copy_to_tensor_model_parallel_region(input_, group=self.tp_group), table)
+        return Operands(copy_to_tensor_model_parallel_region(input_, group=self.tp_group), table, buffer)
 
 
 class ScoreHead(MegatronModule):

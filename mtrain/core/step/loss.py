@@ -28,7 +28,7 @@ from mtrain.core.layers.output_layer import DeferredLogits, Logits
 from mtrain.core.loss.objective import Objective
 from mtrain.core.loss.pair import Extras, LossPair, TermInputs, TokenInputs, joined
 from mtrain.core.loss.sequences import PackedSequences, TokenSources
-from mtrain.core.loss.vocab_parallel.chunks import LossOfChunk, chunks, logits_of_rows, sum_over_chunks
+from mtrain.core.loss.vocab_parallel.chunks import LossOfChunk, Table, chunks, logits_of_rows, sum_over_chunks
 from mtrain.core.loss.vocab_parallel.cross_entropy import compute_dtype
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.core.ranks.broadcast import broadcast_on_hosts
@@ -89,7 +89,7 @@ class OutputLoss:
             return scalar_of(pairs), pairs
         distributions = _Tokens.by_distribution(batch, len(self._config.data.source_names))
         selections = _selections(distributions, logits, batch, teacher, counts)
-        weight = selections[0].student.weight
+        table = selections[0].student.table
         terms = [term for selection in selections for term in selection.tokens.weights]
         sums = self._zero_pairs(terms, batch.labels.device)
 
@@ -105,19 +105,19 @@ class OutputLoss:
         hidden = [selection.student.hidden for selection in selections]
         are_consumed = all(self._objective.consumes_logits(selection.tokens.weights) for selection in selections)
         scalar = self._sum_over_chunks(
-            weight,
+            table,
             hidden,
             loss_of_chunk,
             chunk_rows=chunk,
             expected_gradient=expected_gradient,
             reuses_memory=are_consumed,
         )
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = torch.promote_types(table.weight.dtype, torch.float32)
         return scalar, {term: replace(pair, numerator=pair.numerator.to(dtype)) for term, pair in sums.items()}
 
-    def _sum_over_chunks(self, weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, **options: Any) -> Tensor:
+    def _sum_over_chunks(self, table: Table, hidden: list[Tensor], loss_of: LossOfChunk, **options: Any) -> Tensor:
         # a method, so that tests can plant faults here
-        return sum_over_chunks(weight, hidden, loss_of, **options)
+        return sum_over_chunks(table, hidden, loss_of, **options)
 
     def _zero_pairs(self, terms: Sequence[str], device: torch.device) -> dict[str, LossPair]:
         """Returns a pair of zeros for each term, in float64: float32 rounding would show the number of chunks."""
@@ -134,7 +134,7 @@ class OutputLoss:
         student = selection.student.distribution(local, model, groups, is_consumed)
         teacher = None
         if selection.teacher is not None:
-            teacher_local = logits_of_rows(selection.teacher.hidden[rows], selection.teacher.weight)
+            teacher_local = logits_of_rows(selection.teacher.hidden[rows], selection.teacher.table.weight)
             teacher = selection.teacher.distribution(teacher_local, model, groups)
         tokens = selection.tokens.map(lambda values: values[:, rows])
         return _inputs(tokens, student, teacher, self._config.loss, groups, TokenInputs)
@@ -189,16 +189,15 @@ class _Operands(NamedTuple):
 
     hidden: Tensor
     """[n, hidden]."""
-    weight: Tensor
-    """Weight of the output layer, [vocab_local, hidden]."""
+    table: Table
     deferred: DeferredLogits
 
     @classmethod
     def of(cls, deferred: DeferredLogits, index: Tensor | None) -> _Operands:
         """Selects tokens by index in [seq, batch] order; None selects all of them without a copy."""
-        hidden, weight = deferred.operands()
+        hidden, weight, buffer = deferred.operands()
         flat = hidden.flatten(0, 1)
-        return cls(flat if index is None else flat.index_select(0, index), weight, deferred)
+        return cls(flat if index is None else flat.index_select(0, index), Table(weight, buffer), deferred)
 
     def distribution(
         self, local: Tensor, model: ModelSection, groups: Groups, is_consumed: bool = False
@@ -271,7 +270,7 @@ def label_log_probs(
     Returns:
         Log-probabilities in nats, then the scores in `also`, in its order, [1 + len(also), batch, seq] float32.
     """
-    hidden, weight = logits.main.operands()
+    hidden, weight, _ = logits.main.operands()
     (seq, num_rows), labels = hidden.shape[:2], batch.labels.t().reshape(1, -1)
     flat, chunk = hidden.flatten(0, 1), chunk_tokens(config.loss, len(weight), groups.device.type == "cpu")
     divisors = None if TEMPERATURE not in batch.extras else batch.extras[TEMPERATURE].t().reshape(1, -1)

@@ -36,7 +36,7 @@ from mtrain.core.engine.optimizer import Optimizer, Update
 from mtrain.core.engine.router_balance import Factors, RouterBalance
 from mtrain.core.layers.attention.core_attention import RowAttention
 from mtrain.core.loss import router as losses
-from mtrain.core.loss.vocab_parallel.chunks import LossOfChunk
+from mtrain.core.loss.vocab_parallel.chunks import LossOfChunk, Table
 from mtrain.core.ranks.broadcast import slice_for_rank
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.loss import OutputLoss
@@ -280,7 +280,7 @@ def _smoothed_over_padding(config: Config) -> Config:
 class _ChunksDropped(OutputLoss):
     """Loss that drops every second chunk from the table's gradient."""
 
-    def _sum_over_chunks(self, weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, **options: Any) -> Tensor:
+    def _sum_over_chunks(self, table: Table, hidden: list[Tensor], loss_of: LossOfChunk, **options: Any) -> Tensor:
         def every_second(first: int) -> LossOfChunk:
             numbers = itertools.count(first)
 
@@ -290,8 +290,8 @@ class _ChunksDropped(OutputLoss):
             return loss
 
         kept, dropped = (
-            super(_ChunksDropped, self)._sum_over_chunks(table, hidden, every_second(first), **options)
-            for first, table in enumerate((weight, weight.detach()))
+            super(_ChunksDropped, self)._sum_over_chunks(kept_table, hidden, every_second(first), **options)
+            for first, kept_table in enumerate((table, Table(table.weight.detach())))
         )
         return kept + dropped
 

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[3]))
 
-from mtrain.core.loss.vocab_parallel.chunks import sum_over_chunks
+from mtrain.core.loss.vocab_parallel.chunks import Table, sum_over_chunks
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.core.step.loss import true_positions
 
@@ -88,7 +88,7 @@ def in_chunks(given: Given, size: int, counted_only: bool) -> Tensor:
         logits = VocabParallelLogits(local, None, 0, len(given.table))
         return torch.where(counted[:, rows], logits.cross_entropy(labels[:, rows]), 0.0).sum()
 
-    return sum_over_chunks(given.table, [hidden], loss_of_chunk, size, torch.tensor(1.0))
+    return sum_over_chunks(Table(given.table), [hidden], loss_of_chunk, size, torch.tensor(1.0))
 
 
 def cpu_seconds(loss: Callable[[Given], Tensor], given: Given) -> float:

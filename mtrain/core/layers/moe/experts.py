@@ -14,7 +14,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from mtrain.core.layers.moe.grouped_gemm import Implementation, Product, chosen_product, sequential
+from mtrain.core.kernels import gradient_buffer
+from mtrain.core.layers.moe.grouped_gemm import Implementation, Product, chosen_product, sequential, sequential_into
 from mtrain.core.layers.own_parameters import expert_parameter
 from mtrain.core.layers.swiglu import Activation, weighted_activated
 
@@ -29,6 +30,7 @@ class Stack(nn.Module):
 
     def __init__(self, config: TransformerConfig, experts: int, rows: int, columns: int) -> None:
         super().__init__()
+        self._is_fused = config.gradient_accumulation_fusion
         # drawn later, by global name (init_weights.py)
         self.weight = expert_parameter(config, torch.empty(experts, rows, columns))
         if config.add_bias_linear:
@@ -41,7 +43,10 @@ class Stack(nn.Module):
 
         A module of its own, since overlapped all-gathers of parameters are awaited in the call of their module.
         """
-        return self.product(tokens, product)(tokens, self.weight, counts)
+        chosen, buffer = self.product(tokens, product), gradient_buffer(self.weight)
+        if self._is_fused and chosen is sequential and buffer is not None:
+            return sequential_into(buffer, tokens, self.weight, counts)
+        return chosen(tokens, self.weight, counts)
 
     def product(self, tokens: Tensor, preferred: Product) -> Product:
         """Returns the preferred product if it is usable, else the sequential one."""
@@ -78,6 +83,7 @@ class Experts(MegatronModule):
         # by the group of etp, which may divide experts differently from tp in dense layers
         ffn = config.moe_ffn_hidden_size // self._etp.size()
         fc1_rows = 2 * ffn if config.gated_linear_unit else ffn
+        self._is_fused = config.gradient_accumulation_fusion
         self._row_sizes = (config.hidden_size, fc1_rows, ffn)
         self.implementation: Implementation = "auto" if implementation == "te" else implementation
         self._build(pg_collection)
@@ -100,7 +106,7 @@ class Experts(MegatronModule):
         Returns:
             Outputs in the shape and dtype of the tokens, and no bias.
         """
-        product = chosen_product(self.implementation, self._row_sizes, self.linear_fc1.weight)
+        product = chosen_product(self.implementation, self._row_sizes, self.linear_fc1.weight, self._is_fused)
         stacks = (self.linear_fc1, self.linear_fc2)
         # sequential products need counts on the host, which waits for them once
         on_host = any(stack.product(tokens, product) is sequential for stack in stacks)

@@ -8,11 +8,13 @@ from functools import cache
 from typing import Any, Literal, assert_never
 
 import torch
-from torch import Tensor
+from torch import Tensor, autograd
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils import deterministic
 
 from mtrain.base.errors import ConfigError
+from mtrain.core.kernels import add_product, added_gradient
 from mtrain.core.layers.products import widened_linear
 
 Implementation = Literal["auto", "grouped", "sequential"]
@@ -31,6 +33,35 @@ def sequential(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([widened_linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 
 
+def sequential_into(buffer: Tensor, tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Computes `sequential`; backward adds the gradient of the weights to a buffer of their shape, float32 or wider."""
+    return _SequentialInto.apply(tokens, weights, buffer, counts.tolist())  # type: ignore[no-untyped-call]
+
+
+class _SequentialInto(autograd.Function):
+    """Autograd node (tokens, weights) -> products."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor, buffer: Tensor, counts: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.weights, ctx.buffer, ctx.counts = weights, buffer, counts
+        output = tokens.new_empty(len(tokens), weights.shape[1])
+        for part, weight, result in zip(tokens.split(counts), weights, output.split(counts), strict=True):
+            torch.mm(part, weight.t(), out=result)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (tokens,), counts = ctx.saved_tensors, ctx.counts
+        of_tokens = torch.empty_like(tokens)
+        parts = zip(tokens.split(counts), gradient.split(counts), of_tokens.split(counts), strict=True)
+        for (part, of_output, of_part), weight, total in zip(parts, ctx.weights.detach(), ctx.buffer, strict=True):
+            torch.mm(of_output, weight, out=of_part)
+            add_product(part, of_output, total)
+        return of_tokens, added_gradient(ctx.weights), None, None
+
+
 def grouped(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Computes all experts in one kernel."""
     # the host does not wait, since counts are on the device or in pinned memory
@@ -38,9 +69,11 @@ def grouped(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return _grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
 
 
-def chosen_product(implementation: Implementation, sizes: tuple[int, ...], weight: Tensor) -> Product:
+def chosen_product(
+    implementation: Implementation, sizes: tuple[int, ...], weight: Tensor, is_fused: bool = False
+) -> Product:
     """Returns the product for weights like `weight` with rows of these sizes; `auto` means the grouped product if it is
-    available.
+    available, except on CPUs if products add the gradients of weights (`is_fused`), as only sequential ones do.
 
     Raises:
         ConfigError: The grouped product is configured but not available.
@@ -49,6 +82,8 @@ def chosen_product(implementation: Implementation, sizes: tuple[int, ...], weigh
     match implementation:
         case "sequential":
             return sequential
+        case "auto" if is_fused and weight.device.type == "cpu":
+            return sequential  # torch also loops over the experts there
         case "auto" | "grouped" if is_aligned and has_grouped(weight.device.type, weight.dtype):
             return grouped
         case "auto":

@@ -2,7 +2,8 @@
 
 A loss is a sum over tokens, so its gradient with respect to hidden states and output weight is a sum over chunks of
 tokens. The forward pass computes the part of each chunk as soon as its logits exist; backward only multiplies by a
-number. The two gradients are kept, but no logits or exponentials.
+number. The two gradients are kept, but no logits or exponentials; that of the weight is added to its buffer if there is
+one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtrain.core.kernels import add_product
+from mtrain.core.kernels import add_product, added_gradient
 
 LossOfChunk = Callable[[int, slice, Tensor], Tensor]
 """Maps (index of the hidden states, their rows, the logits of these rows [rows, 1, vocab_local]) to a scalar, with a
@@ -37,8 +38,18 @@ def logits_of_rows(hidden: Tensor, weight: Tensor, memory: Tensor | None = None)
     return torch.matmul(hidden.detach(), weight.detach().t(), out=output).unsqueeze(1)
 
 
+class Table(NamedTuple):
+    """Weight of the output layer."""
+
+    weight: Tensor
+    """[vocab_local, hidden]."""
+    buffer: Tensor | None = None
+    """Buffer to which its gradient must be added, [vocab_local, hidden], at least float32; None: autograd must return
+    the gradient."""
+
+
 def sum_over_chunks(
-    weight: Tensor,
+    table: Table,
     hidden: list[Tensor],
     loss_of_chunk: LossOfChunk,
     chunk_rows: int,
@@ -51,21 +62,21 @@ def sum_over_chunks(
     those of the second.
 
     Args:
-        weight: Weight of the output layer, [vocab_local, hidden].
         hidden: Hidden states, [rows, hidden] each.
         expected_gradient: Gradient that the result will presumably receive. Forward computes gradients with it, so that
-            those of fp16 do not underflow; if backward receives another one, they are multiplied by the ratio.
+            those of fp16 do not underflow; if backward receives another one, they are multiplied by the ratio. A
+            buffer must receive the expected one.
         reuses_memory: Whether the logits of all chunks take turns in the same memory, which saves a CPU the page faults
             of new memory. For losses that keep no logits.
     """
     if not torch.is_grad_enabled():
-        total = weight.new_zeros((), dtype=_wide(weight))
+        total = table.weight.new_zeros((), dtype=_wide(table.weight))
         for number, states in enumerate(hidden):
             for rows in chunks(len(states), chunk_rows):
-                total += loss_of_chunk(number, rows, logits_of_rows(states[rows], weight))
+                total += loss_of_chunk(number, rows, logits_of_rows(states[rows], table.weight))
         return total
     return _SumOverChunks.apply(  # type: ignore[no-untyped-call]
-        weight, loss_of_chunk, chunk_rows, expected_gradient, reuses_memory, *hidden
+        table.weight, table.buffer, loss_of_chunk, chunk_rows, expected_gradient, reuses_memory, *hidden
     )
 
 
@@ -81,6 +92,7 @@ class _SumOverChunks(torch.autograd.Function):
     def forward(
         ctx: Any,
         weight: Tensor,
+        buffer: Tensor | None,
         loss_of_chunk: LossOfChunk,
         chunk_rows: int,
         expected_gradient: Tensor,
@@ -88,11 +100,11 @@ class _SumOverChunks(torch.autograd.Function):
         *hidden: Tensor,
     ) -> Tensor:
         # a frozen weight needs no gradient
-        weight_gradient = _WeightGradient(weight) if ctx.needs_input_grad[0] else None
+        weight_gradient = _WeightGradient(weight, buffer) if ctx.needs_input_grad[0] else None
         hidden_gradients = [torch.empty_like(states) for states in hidden]
         most_rows = min(chunk_rows, max(map(len, hidden)))
         memory = hidden[0].new_empty(most_rows, len(weight)) if reuses_memory else None
-        table = _Table(weight, memory, weight_gradient)
+        shared = _Shared(weight, memory, weight_gradient)
         total = weight.new_zeros((), dtype=_wide(weight))
         for number, states in enumerate(hidden):
             for rows in chunks(len(states), chunk_rows):
@@ -100,11 +112,13 @@ class _SumOverChunks(torch.autograd.Function):
                 total += _add_chunk(
                     functools.partial(loss_of_chunk, number, rows),
                     states[rows],
-                    table,
+                    shared,
                     expected_gradient,
                     hidden_gradients[number][rows],
                 )
-        ctx.gradients = (None if weight_gradient is None else weight_gradient.rounded(), hidden_gradients)
+        is_added = weight_gradient is not None and buffer is not None
+        ctx.weight = weight if is_added else None
+        ctx.gradients = (None if weight_gradient is None or is_added else weight_gradient.rounded(), hidden_gradients)
         ctx.expected_gradient = expected_gradient
         return total
 
@@ -117,18 +131,21 @@ class _SumOverChunks(torch.autograd.Function):
         ctx.gradients = None  # they are multiplied in place below
         # exactly 1 if the gradient is as expected; comparing it would make the host wait for a GPU
         factor = gradient / ctx.expected_gradient
-        if factor.is_cuda or factor != 1:
+        if ctx.weight is not None:
+            torch._assert_async(factor == 1, "the gradient that was added to the buffer was another one")
+            weight_gradient = added_gradient(ctx.weight)
+        elif factor.is_cuda or factor != 1:
             for part in (weight_gradient, *hidden_gradients):
                 if part is not None:
                     part.mul_(factor)
-        return weight_gradient, None, None, None, None, *hidden_gradients
+        return weight_gradient, None, None, None, None, None, *hidden_gradients
 
 
-class _Table(NamedTuple):
-    """Weight of the output layer, and what all chunks share."""
+class _Shared(NamedTuple):
+    """What all chunks share."""
 
     weight: Tensor
-    """[vocab_local, hidden]."""
+    """Weight of the output layer, [vocab_local, hidden]."""
     memory: Tensor | None
     """Memory for the logits of any chunk; None: each chunk has its own."""
     gradient: _WeightGradient | None
@@ -138,28 +155,28 @@ class _Table(NamedTuple):
 def _add_chunk(
     loss_function: Callable[[Tensor], Tensor],
     hidden: Tensor,
-    table: _Table,
+    shared: _Shared,
     expected_gradient: Tensor,
     hidden_gradient: Tensor,
 ) -> Tensor:
-    """Returns the loss of one chunk; writes its gradient to `hidden_gradient`, and adds that of the table's weight."""
-    logits = logits_of_rows(hidden, table.weight, table.memory).requires_grad_()
+    """Returns the loss of one chunk; writes its gradient to `hidden_gradient`, and adds that of the weight."""
+    logits = logits_of_rows(hidden, shared.weight, shared.memory).requires_grad_()
     with torch.enable_grad():
         loss = loss_function(logits)
     # the graph of this chunk alone, which is freed here with everything it saved
     gradient = torch.autograd.grad(loss, logits, expected_gradient.to(loss.dtype))[0].squeeze(1)
-    torch.matmul(gradient, table.weight, out=hidden_gradient)
-    if table.gradient is not None:
-        table.gradient.add(gradient, hidden)
+    torch.matmul(gradient, shared.weight, out=hidden_gradient)
+    if shared.gradient is not None:
+        shared.gradient.add(gradient, hidden)
     return loss.detach()
 
 
 class _WeightGradient:
-    """Gradient of the output weight, summed over chunks in at least float32 and rounded once."""
+    """Gradient of the output weight, summed over chunks in at least float32: in its buffer, or rounded once."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, buffer: Tensor | None = None) -> None:
         self._weight, self._wide = weight, _wide(weight)
-        self._sum: Tensor | None = None  # starts with the first product instead of zeros
+        self._sum = buffer  # without one, starts with the first product instead of zeros
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
         """Adds the part of one chunk: gradient of its logits [rows, vocab_local], hidden states [rows, hidden]."""

@@ -16,6 +16,7 @@ from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.core.loss.vocab_parallel.chunks import (
     LossOfChunk,
+    Table,
     _WeightGradient,
     chunks,
     logits_of_rows,
@@ -136,7 +137,7 @@ def found(
         factors = data.factors[number][:, rows]
         return torch.where(factors != 0, losses * factors, 0.0).sum().float()
 
-    total = sum_over_chunks(weight, hidden, loss_of_chunk, chunk_rows, torch.tensor(1.0))
+    total = sum_over_chunks(Table(weight), hidden, loss_of_chunk, chunk_rows, torch.tensor(1.0))
     gradients = torch.autograd.grad(total * upstream, [weight, *hidden])
     return [total.detach(), *gradients]
 
@@ -269,7 +270,7 @@ def test_gradients_of_fp16_are_formed_with_the_loss_scale() -> None:
         return 1e-8 * VocabParallelLogits(local, None, 0, 8).cross_entropy(labels).sum()
 
     scale = torch.tensor(2.0**16)
-    total = sum_over_chunks(weight, [hidden], loss_of_chunk, 30, scale)
+    total = sum_over_chunks(Table(weight), [hidden], loss_of_chunk, 30, scale)
     (gradient,) = torch.autograd.grad(total * scale, weight)
     torch.testing.assert_close(
         gradient[0].double(), torch.full((4,), -7 / 8 * 100 * 1e-8 * 2**16).double(), rtol=1e-2, atol=0
@@ -284,12 +285,12 @@ def test_frozen_parts_get_no_gradient() -> None:
         return VocabParallelLogits(local, None, 0, VOCAB).cross_entropy(one_row[number][:, rows]).sum().float()
 
     hidden = [each.clone().requires_grad_() for each in data.hidden]
-    total = sum_over_chunks(data.weight, hidden, loss_of_chunk, 5, torch.tensor(1.0))
+    total = sum_over_chunks(Table(data.weight), hidden, loss_of_chunk, 5, torch.tensor(1.0))
     total.backward()
     assert data.weight.grad is None
     assert all(each.grad is not None and each.grad.count_nonzero() > 0 for each in hidden)
     with torch.no_grad():
-        without = sum_over_chunks(data.weight, hidden, loss_of_chunk, 5, torch.tensor(1.0))
+        without = sum_over_chunks(Table(data.weight), hidden, loss_of_chunk, 5, torch.tensor(1.0))
     assert not without.requires_grad
     assert torch.equal(without, total.detach())
 
@@ -309,7 +310,7 @@ def test_a_second_backward_pass_is_an_error() -> None:
     def loss_of_chunk(number: int, rows: slice, local: Tensor) -> Tensor:
         return VocabParallelLogits(local, None, 0, VOCAB).logsumexp().sum().float()
 
-    total = sum_over_chunks(weight, data.hidden, loss_of_chunk, 5, torch.tensor(1.0))
+    total = sum_over_chunks(Table(weight), data.hidden, loss_of_chunk, 5, torch.tensor(1.0))
     torch.autograd.grad(total, weight, retain_graph=True)
     with pytest.raises(RuntimeError, match="differentiated once"):
         torch.autograd.grad(total, weight)
@@ -330,7 +331,7 @@ def test_consumed_chunks_take_turns_in_the_same_memory() -> None:
         others: list[Tensor] = []
         leaves = [each.clone().requires_grad_() for each in (data.weight, *data.hidden)]
         weight, *hidden = leaves
-        total = sum_over_chunks(weight, hidden, loss_of_chunk, 5, torch.tensor(1.0), reuses_memory)
+        total = sum_over_chunks(Table(weight), hidden, loss_of_chunk, 5, torch.tensor(1.0), reuses_memory)
         return addresses, [total.detach(), *torch.autograd.grad(total, leaves)]
 
     (one, results), (several, expected) = found(True), found(False)
@@ -342,9 +343,9 @@ def reuses_of_a_step(groups: Groups, config: Config) -> set[bool]:
     """Returns whether the chunks of each microbatch of a step share memory."""
     reuses = set()
 
-    def noted(weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, **options: Any) -> Tensor:
+    def noted(table: Table, hidden: list[Tensor], loss_of: LossOfChunk, **options: Any) -> Tensor:
         reuses.add(options["reuses_memory"])
-        return sum_over_chunks(weight, hidden, loss_of, **options)
+        return sum_over_chunks(table, hidden, loss_of, **options)
 
     with mock.patch.object(step_loss, "sum_over_chunks", noted):
         loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
@@ -377,7 +378,7 @@ def test_memory_is_that_of_a_chunk(is_consumed: bool) -> None:
         return logits.cross_entropy(labels[:, part]).sum()
 
     def step() -> None:
-        sum_over_chunks(weight, [hidden], loss_of_chunk, chunk, torch.tensor(1.0)).backward()
+        sum_over_chunks(Table(weight), [hidden], loss_of_chunk, chunk, torch.tensor(1.0)).backward()
 
     table = weight.numel() * 4
     with Allocations() as watched:
