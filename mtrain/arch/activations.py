@@ -299,7 +299,11 @@ class Activations:
         table, at_once = vocab_local * model.hidden_size, tokens_at_once(self.config, self.tokens, vocab_local)
         learned, copied = (1, 0) if self.adapter is None else self._frozen_table()
         if at_once < self.tokens:
-            return self._chunk_bytes(at_once * vocab_local) + (learned + copied) * table * FP32_BYTES
+            chunk = self._chunk_bytes(at_once * vocab_local)
+            if learned and self._adds_gradient:
+                # instead of the table's gradient, backward returns memory that nothing fills
+                chunk, learned = max(chunk, table * size), 0
+            return self._hidden_gradient_bytes() + chunk + (learned + copied) * table * FP32_BYTES
         count = model.num_predictions * self.tokens * vocab_local
         capped = count * self._capped_bytes()
         return count * size + capped + max(count * FP32_BYTES, learned * table * size) + copied * table * size
@@ -314,12 +318,25 @@ class Activations:
         return pairs, pairs + int(holds_narrow(adapter, config.train.precision))
 
     def _chunk_bytes(self, num_logits: int) -> int:
-        """Estimates a chunk's logits in the run's precision and in float32, their gradient, and the gradient of all
-        hidden states, gathered over TP; an upper bound, since masked tokens have no logits."""
-        model, size = self.config.model, element_bytes(self.config.train)
-        hidden = model.num_predictions * self.tokens * model.hidden_size * size
-        of_logit = size if self._consumes_logits else 2 * size + FP32_BYTES + self._capped_bytes()
-        return num_logits * of_logit + hidden * (2 if self.layout.sp else 1)
+        """Estimates a chunk's logits in the run's precision and in float32, and their gradient."""
+        size = element_bytes(self.config.train)
+        return num_logits * (size if self._consumes_logits else 2 * size + FP32_BYTES + self._capped_bytes())
+
+    def _hidden_gradient_bytes(self) -> int:
+        """Estimates the gradient of all hidden states, gathered over TP; an upper bound, since masked tokens have no
+        logits."""
+        model = self.config.model
+        hidden = model.num_predictions * self.tokens * model.hidden_size * element_bytes(self.config.train)
+        return hidden * (2 if self.layout.sp else 1)
+
+    @property
+    def _adds_gradient(self) -> bool:
+        """Says whether the loss adds the gradient of the output layer's table to its buffer (core/layers/build.py); a
+        low-rank pair is multiplied together with the table, and has no such buffer."""
+        config = self.config
+        is_plain = self.adapter is None or learns_output(config.model, self.adapter)
+        has_buffer = self.layout.shard == "optimizer" and config.model.backend != "te"
+        return is_plain and has_buffer and config.fuses_weight_gradients
 
     @property
     def _consumes_logits(self) -> bool:

@@ -34,13 +34,13 @@ from mtrain.core.layers.attention.rotary import (
     take_angles_by_layer,
 )
 from mtrain.core.layers.attention.rotating import RotatingAttention
-from mtrain.core.layers.embedding import EmbeddingTable
 from mtrain.core.layers.layer_parts import Backend, rotation_factor
 from mtrain.core.layers.layer_spec import block_spec
 from mtrain.core.layers.moe.router import router_marks
 from mtrain.core.layers.mtp import Depths
 from mtrain.core.layers.output_layer import DeferredLogits, Logits, OutputLayer, ScoreHead
 from mtrain.core.layers.own_parameters import ShardedOffsets
+from mtrain.core.layers.products import EmbeddingTable
 from mtrain.core.layers.vision import PlacedFeatures, VisionTower
 from mtrain.core.ranks.groups import Groups
 

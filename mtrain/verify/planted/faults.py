@@ -15,7 +15,6 @@ from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.images import MicrobatchImages
 from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals, StepSums
-from mtrain.core.engine.schedule import LossOfLogits, run_schedule
 from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.layers.norm import Norm
 from mtrain.core.layers.output_layer import Logits
@@ -23,6 +22,7 @@ from mtrain.core.loss.pair import LossPair
 from mtrain.core.ranks.broadcast import slice_for_rank
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step import step
+from mtrain.core.step.loss import OutputLoss, ScalarOf
 from mtrain.verify.planted.inject import DROPPED_ELEMENT, WRONG_SUM
 
 
@@ -30,16 +30,20 @@ def _share(batch: Microbatch) -> float:
     return float(batch.denominator_weights[MAIN_TERM].sum())
 
 
-def _microbatch_means(chunks: Any, batches: Sequence[Microbatch], loss: LossOfLogits, *arguments: Any) -> None:
+class _MicrobatchMeans(OutputLoss):
     """Multiplies the objective of each microbatch; reported sums stay right."""
-    mean = sum(map(_share, batches)) / len(batches)
 
-    def scaled(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
-        objective, pairs = loss(logits, batch)
+    def __init__(self, whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], *others: Any) -> None:
+        super().__init__(whole, rows, *others)
+        self._mean = sum(map(_share, rows)) / len(rows)
+
+    def scalar(
+        self, logits: Logits, batch: Microbatch, scalar_of: ScalarOf, expected_gradient: Tensor
+    ) -> tuple[Tensor, dict[str, LossPair]]:
         share = _share(batch)
-        return objective * (mean / share if share > 0 else 0.0), pairs
-
-    run_schedule(chunks, batches, scaled if len(batches) > 1 else loss, *arguments)
+        factor = self._mean / share if share > 0 else 0.0
+        # inside, since the gradient of the output layer is formed in the forward pass
+        return super().scalar(logits, batch, lambda pairs: scalar_of(pairs) * factor, expected_gradient)
 
 
 class _EveryTpRank(Groups):
@@ -121,7 +125,7 @@ def _of_the_next_image(images: MicrobatchImages) -> dict[str, Tensor]:
 
 
 PLANTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "microbatch-means": ("run_schedule", _microbatch_means),
+    "microbatch-means": ("OutputLoss", _MicrobatchMeans),
     "tp-counts-again": ("finalize_gradients", _tp_counts_again),
     "sp-norms-not-reduced": ("finalize_gradients", _norms_not_reduced),
     "tied-gradient-missed": ("finalize_gradients", _without_tied_group),

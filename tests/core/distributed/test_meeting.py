@@ -246,7 +246,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, notice: Notice) -> Non
 @pytest.mark.waits
 def test_time_in_which_a_rank_is_suspended_is_no_waiting(tmp_path: Path) -> None:
     port = free_port()
-    first = Rank(environ(0, port), purpose(tmp_path), timeout_s=3)
+    first = Rank(environ(0, port), purpose(tmp_path), timeout_s=8)
     while True:
         with suppress(dist.DistError):
             store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
@@ -254,8 +254,8 @@ def test_time_in_which_a_rank_is_suspended_is_no_waiting(tmp_path: Path) -> None
     store.wait(["mtrain/0/rank-0"], timedelta(seconds=DEADLINE_S))  # it waits for the other rank
     assert first.process.pid is not None
     os.kill(first.process.pid, signal.SIGSTOP)
-    second = Rank(environ(1, port), purpose(tmp_path))
-    time.sleep(4)
+    second = Rank(environ(1, port), purpose(tmp_path))  # comes when the first one, which has the store, goes on
+    time.sleep(9)
     os.kill(first.process.pid, signal.SIGCONT)
     assert [each.met for each in met(first, second)] == [ALL_OF[2]] * 2
 

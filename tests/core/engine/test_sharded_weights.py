@@ -62,7 +62,9 @@ ADAPTED: dict[str, dict[str, Any]] = {
 def test_adapters_have_the_bits_that_they_have_on_a_whole_base(pool: Pool, name: str) -> None:
     one = lean(case(4, dp=2))
     config, faults = one.config(**WEIGHTS | ADAPTED[name]), [None, *OF_ADAPTERS]
-    whole = one.config(**WEIGHTS | ADAPTED[name] | {"layout__shard": "optimizer"})
+    # sharded weights have no buffers that products could add to, which rounds otherwise
+    apart = {"layout__shard": "optimizer", "model__megatron": {"gradient_accumulation_fusion": False}}
+    whole = one.config(**WEIGHTS | ADAPTED[name] | apart)
     batches = two_steps()
     (expected,) = pool.run(train_with, one.resolved(whole), [None], Run(whole, None, batches))[0]
     found = pool.run(train_with, one.resolved(config), faults, Run(config, None, batches))[0]

@@ -57,9 +57,9 @@ def test_rows_are_added_on_a_gpu_in_a_fixed_order(is_ordered: bool) -> None:
 def assert_close(one: Fused, other: Fused, precision: dict[str, Any]) -> None:
     """Compares all gradients of a rank."""
     assert one.gradients.keys() == other.gradients.keys()
+    rtol, atol = (0.05, 1e-3) if precision else (1e-5, 1e-6)
     for name, gradient in one.gradients.items():
-        tolerances = {"rtol": 0.05, "atol": 1e-3} if precision else {"rtol": 1e-5, "atol": 1e-6}
-        torch.testing.assert_close(gradient, other.gradients[name], **tolerances, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(gradient, other.gradients[name], rtol=rtol, atol=atol, msg=f"{name}: {{}}".format)
 
 
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
@@ -94,9 +94,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("model", [{}, TIED, TIED | {"model.mtp_depths": 2}], ids=["untied", "tied", "tied depths"])
-def test_tables_have_each_gradient_once(
-    pool: Pool, model: dict[str, Any], loss: str, layout: str
-) -> None:
+def test_tables_have_each_gradient_once(pool: Pool, model: dict[str, Any], loss: str, layout: str) -> None:
     """The table has gradients of tokens, and of the output and the depths if they share it; in half of the cases the
     logits of every other microbatch are whole."""
     changes = model | LOSSES[loss] | {"train.micro_batch_size": 1}

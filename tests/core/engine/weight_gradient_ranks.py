@@ -49,7 +49,9 @@ def step(groups: Groups, config: Config, alternates: bool = False) -> Fused:
         parts = build(groups, config)
         parts.training.forward_backward(StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0))
     assert is_whole.call_count == (config.train.global_batch_size // config.train.micro_batch_size) * alternates
-    names = {parameter: name for chunk in parts.model.sharded.chunks for name, parameter in chunk.named_parameters()}
+    names: dict[Tensor, str] = {
+        parameter: name for chunk in parts.model.sharded.chunks for name, parameter in chunk.named_parameters()
+    }
     gradients = {names[parameter]: each.clone() for parameter, each in parts.model.sharded.local_gradients()}
     assert all(each.dtype == torch.float32 for each in gradients.values())
     added = {name for parameter, name in names.items() if getattr(parameter, "grad_added_to_main_grad", False)}

@@ -40,7 +40,7 @@ from mtrain.core.loss.pair import LossPair
 from mtrain.core.ranks.all_reduce import AsyncAllReduce
 from mtrain.core.ranks.broadcast import slice_for_rank
 from mtrain.core.ranks.groups import Groups
-from mtrain.core.step.loss import OutputLoss
+from mtrain.core.step.loss import OutputLoss, ScalarOf
 from mtrain.verify.planted.faults import ALONE
 from tests.verify.planted.image_faults import IMAGE_PLANTS
 from tests.verify.planted.plants import Plant, become, configured, in_step, in_worker, modules, replacing
@@ -130,16 +130,19 @@ def _with_loss(change: Callable[[LossOfLogits, Sequence[Microbatch], Groups], Lo
 def _scaled(factors: Callable[[Sequence[Microbatch], Groups], _Factor]) -> Plant:
     """Multiplies the objective of each microbatch by a factor; reported sums stay right."""
 
-    def change(loss: LossOfLogits, batches: Sequence[Microbatch], groups: Groups) -> LossOfLogits:
-        factor = factors(batches, groups)
+    class Faulty(OutputLoss):
+        def __init__(self, whole: Any, rows: Any, model: RankModel, *others: Any) -> None:
+            super().__init__(whole, rows, model, *others)
+            self._factor = factors(rows, model.groups)
 
-        def scaled(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
-            objective, pairs = loss(logits, batch)
-            return objective * factor(batch), pairs
+        def scalar(
+            self, logits: Logits, batch: Microbatch, scalar_of: ScalarOf, expected_gradient: Tensor
+        ) -> tuple[Tensor, dict[str, LossPair]]:
+            # inside, since the gradient of the output layer is formed in the forward pass
+            factor = self._factor(batch)
+            return super().scalar(logits, batch, lambda pairs: scalar_of(pairs) * factor, expected_gradient)
 
-        return scaled
-
-    return _with_loss(change)
+    return in_step("OutputLoss", Faulty)
 
 
 def _share(batch: Microbatch) -> float:
@@ -155,17 +158,20 @@ def _dp_means(batches: Sequence[Microbatch], groups: Groups) -> _Factor:
     return lambda batch: factor
 
 
-def _without_the_last(loss: LossOfLogits, batches: Sequence[Microbatch], groups: Groups) -> LossOfLogits:
-    seen = 0
+class _WithoutTheLast(OutputLoss):
+    """Loss that neither differentiates nor counts the last of several microbatches."""
 
-    def lossy(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
-        nonlocal seen
-        seen += 1
-        objective, pairs = loss(logits, batch)
-        kept = 0.0 if seen == len(batches) > 1 else 1.0
-        return objective * kept, {term: _times(pair, kept) for term, pair in pairs.items()}
+    def __init__(self, whole: Any, rows: Any, *others: Any) -> None:
+        super().__init__(whole, rows, *others)
+        self._is_alone, self._num_left = len(rows) == 1, len(rows)
 
-    return lossy
+    def scalar(
+        self, logits: Logits, batch: Microbatch, scalar_of: ScalarOf, expected_gradient: Tensor
+    ) -> tuple[Tensor, dict[str, LossPair]]:
+        self._num_left -= 1
+        kept = 1.0 if self._is_alone or self._num_left else 0.0
+        scalar, pairs = super().scalar(logits, batch, lambda pairs: scalar_of(pairs) * kept, expected_gradient)
+        return scalar, {term: _times(pair, kept) for term, pair in pairs.items()}
 
 
 def _times(pair: LossPair, factor: float) -> LossPair:
@@ -375,7 +381,7 @@ PLANTS: dict[str, Plant] = {
     "cp-counts-again": _sliced(_whole_shares),
     "dp-size-in-denominator": _scaled(lambda batches, groups: lambda batch: float(groups.layout.dp)),
     "cp-scaled-loss": _scaled(lambda batches, groups: lambda batch: float(groups.layout.cp)),
-    "dropped-microbatch": _with_loss(_without_the_last),
+    "dropped-microbatch": in_step("OutputLoss", _WithoutTheLast),
     "labels-shifted-after-slicing": _sliced(_shifted_labels),
     "keys-in-rank-order": Plant(change_model=_keys_in_rank_order),
     "hops-left-out": Plant(change_model=_ring_without_hops),

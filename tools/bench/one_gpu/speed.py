@@ -209,10 +209,12 @@ def on_the_host(bench: Bench) -> dict[str, Any]:
         "moments": {"train__offload_optimizer": True},
     }
     small: dict[str, list[float]] = {}
+    # layers that move do not add their gradients themselves, which rounds otherwise
+    apart = TINY | {"megatron": {"gradient_accumulation_fusion": False}}
     with mock.patch.object(activations, "SMALLEST_MOVED_BYTES", 1):
         for name, changes in ways.items():
             with one_rank(bench) as groups:
-                contender = ours(bench, config_of(bench, TINY, train__precision="bf16", **changes), groups)
+                contender = ours(bench, config_of(bench, apart, train__precision="bf16", **changes), groups)
                 small[name] = [contender.step() for _ in range(5)]
     need(all(each == small["kept"] for each in small.values()), f"losses of five steps differ: {small}")
     found: dict[str, Any] = {}

@@ -42,11 +42,12 @@ class _SequentialInto(autograd.Function):
     """Autograd node (tokens, weights) -> products."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weights: Tensor, buffer: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor, buffer: Tensor, counts: list[int]) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.weights, ctx.buffer, ctx.counts = weights, buffer, counts
         output = tokens.new_empty(len(tokens), weights.shape[1])
-        for part, weight, result in zip(tokens.split(counts), weights, output.split(counts), strict=True):
+        parts = zip(torch.split(tokens, counts), weights, torch.split(output, counts), strict=True)
+        for part, weight, result in parts:
             torch.mm(part, weight.t(), out=result)
         return output
 
@@ -55,7 +56,7 @@ class _SequentialInto(autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (tokens,), counts = ctx.saved_tensors, ctx.counts
         of_tokens = torch.empty_like(tokens)
-        parts = zip(tokens.split(counts), gradient.split(counts), of_tokens.split(counts), strict=True)
+        parts = zip(*(torch.split(each, counts) for each in (tokens, gradient, of_tokens)), strict=True)
         for (part, of_output, of_part), weight, total in zip(parts, ctx.weights.detach(), ctx.buffer, strict=True):
             torch.mm(of_output, weight, out=of_part)
             add_product(part, of_output, total)
