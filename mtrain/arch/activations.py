@@ -135,7 +135,9 @@ class Activations:
         # recomputed and moved layers come first, so their backward pass follows that of the other layers
         without_last = all_kept - largest.whole
         last_back = without_last + min(largest.whole, self.largest_layer_bytes()) + max(largest.moved, default=0)
-        moments = [all_kept, last_back, without_last + self.alive_bytes() + sum(sorted(largest.moved)[-2:])]
+        # selective recomputation repeats parts of layers that are otherwise kept
+        kept_meanwhile = all_kept if self.config.train.recompute == "selective" else without_last
+        moments = [all_kept, last_back, kept_meanwhile + self.alive_bytes() + sum(sorted(largest.moved)[-2:])]
         passing = self.passing_bytes() + gathered_in_layers
         moments = [moment + passing for moment in moments]
         # if no layer follows, the last one is still being moved when the forward pass ends

@@ -36,6 +36,7 @@ SMALL = (
     "model.num_query_groups=2",
     "model.vocab_size=8016",
     "train.device=cpu",
+    "train.compile=none",  # allocations of compiled code are not seen, but those while it is compiled are
     "train.global_batch_size=1",
 )
 """Llama 3.1 8B at a sixteenth of its width and an eighth of its layers, on random rows: every position is text."""
@@ -91,7 +92,8 @@ def test_the_estimate_is_what_ranks_allocate_and_recomputation_changes_no_bit(
     for number, each in enumerate(configs):
         assert_estimated([rank[number] for rank in ranks], each, layout)
     for rank in ranks:
-        assert all(each.gradients == rank[0].gradients for each in rank)
+        # tests/core/offload compares the last, whose weight gradients are not fused
+        assert all(each.gradients == rank[0].gradients for each in rank[:-1])
     full, part, nothing, _, modules, moved = (each.forward_backward_bytes for each in ranks[0])
     assert full < part < nothing
     assert full < modules < nothing

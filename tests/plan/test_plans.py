@@ -173,10 +173,12 @@ def test_peaks_of_known_gpus_only() -> None:
 
 
 def test_chunks_of_logits_take_the_place_of_whole_ones() -> None:
-    """Chunks in fp32 take one number per logit, and the gradients of the table and of all tokens' hidden states."""
+    """Chunks in fp32 take one number per logit, and the gradient of all tokens' hidden states; without fused weight
+    gradients that of the table, too."""
 
-    def of(chunk_tokens: int | str) -> int:
+    def of(chunk_tokens: int | str, fuses: bool = True) -> int:
         given = config(
+            model__megatron={"gradient_accumulation_fusion": fuses},
             model__vocab_size=50_000,
             model__vocab_multiple=1,
             data__seq_length=1024,
@@ -186,8 +188,9 @@ def test_chunks_of_logits_take_the_place_of_whole_ones() -> None:
         return arch.memory_per_rank(given, Layout(), 0).activations_bytes
 
     hidden = config().model.hidden_size
-    whole, cut = 1024 * 50_000 * 8, 64 * 50_000 * 4 + 50_000 * hidden * 4 + 1024 * hidden * 4
+    whole, cut = 1024 * 50_000 * 8, 64 * 50_000 * 4 + 1024 * hidden * 4
     assert of("whole") - of(64) == whole - cut
+    assert of(64, fuses=False) - of(64) == 50_000 * hidden * 4
     assert of("auto") == of("whole"), "1024 tokens are one chunk"
 
 
