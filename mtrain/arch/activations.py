@@ -102,6 +102,8 @@ class _ChunkActivations(NamedTuple):
     moved: tuple[int, ...]
     """Bytes of each layer that moves to the host."""
     num_staying: int
+    again: int
+    """Most that a module repeated by selective recomputation adds in backward."""
 
     @property
     def on_device(self) -> int:
@@ -135,9 +137,8 @@ class Activations:
         # recomputed and moved layers come first, so their backward pass follows that of the other layers
         without_last = all_kept - largest.whole
         last_back = without_last + min(largest.whole, self.largest_layer_bytes()) + max(largest.moved, default=0)
-        # selective recomputation repeats parts of layers that are otherwise kept
-        kept_meanwhile = all_kept if self.config.train.recompute == "selective" else without_last
-        moments = [all_kept, last_back, kept_meanwhile + self.alive_bytes() + sum(sorted(largest.moved)[-2:])]
+        moments = [all_kept, last_back, without_last + self.alive_bytes() + sum(sorted(largest.moved)[-2:])]
+        moments.append(all_kept + largest.again)
         passing = self.passing_bytes() + gathered_in_layers
         moments = [moment + passing for moment in moments]
         # if no layer follows, the last one is still being moved when the forward pass ends
@@ -240,7 +241,27 @@ class Activations:
             whole += self._norm_bytes()  # the final norm
             inputs += num_depths * self._input_bytes()
             whole += sum(self._layer_bytes(layer, skipped) for layer in model.layers_ahead[num_depths:])
-        return _ChunkActivations(inputs, whole, tuple(moved), len(layers) - num_moved)
+        again = self._again_bytes(layers) if train.recompute == "selective" else 0
+        return _ChunkActivations(inputs, whole, tuple(moved), len(layers) - num_moved, again)
+
+    def _again_bytes(self, layers: Sequence[int]) -> int:
+        """Estimates the most that a repeated module of a layer adds in backward, when later layers are done, besides
+        `passing_bytes`."""
+        names, kind_of = set(_recomputed_modules(self.config.train)), kinds(self.config.model)
+        # what passes between the projections of a feed-forward part is gone when attention runs again
+        passing = {"core_attn": self.passing_bytes()}
+        most, freed = 0, 0
+        left = {kind_of[layer] for layer in layers}
+        for layer in reversed(layers):
+            if kind_of[layer] in left:
+                sizes = self._module_bytes(layer).items()
+                again = max((size - passing.get(name, 0) for name, size in sizes if name in names), default=0)
+                most = max(most, again - freed)
+                left.remove(kind_of[layer])
+            if not left:
+                break
+            freed += self._layer_bytes(layer, [*names])
+        return most
 
     def _features_bytes(self, stage: int) -> int:
         """Estimates the features of images next to the hidden states: deeper ones, which recomputed layers of the first
@@ -259,14 +280,10 @@ class Activations:
         return max(self._layer_bytes(layer, _recomputed_modules(self.config.train)) for layer in layers)
 
     def alive_bytes(self) -> int:
-        """Estimates the recomputed activations that exist at one time."""
-        layers = set(kinds(self.config.model))
+        """Estimates the activations of a recomputed layer."""
         match self.config.train.recompute:
-            case "none":
+            case "none" | "selective":
                 return 0
-            case "selective":
-                names = _recomputed_modules(self.config.train)
-                return max(self._module_bytes(layer).get(name, 0) for layer in layers for name in names)
             case "full":
                 return self.largest_layer_bytes()
             case _ as never:

@@ -1,5 +1,6 @@
 """Weight gradients that are added where they are computed; tests/parity compares the numbers."""
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -91,8 +92,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("loss", LOSSES)
+# by night every loss on every layout
+BY_DAY = {("chunks", layout) for layout in LAYOUTS} | {(loss, "alone") for loss in LOSSES}
+
+
+@pytest.mark.parametrize(
+    ("loss", "layout"),
+    [
+        pytest.param(*each, marks=[] if each in BY_DAY else pytest.mark.nightly)
+        for each in itertools.product(LOSSES, LAYOUTS)
+    ],
+)
 @pytest.mark.parametrize("model", [{}, TIED, TIED | {"model.mtp_depths": 2}], ids=["untied", "tied", "tied depths"])
 def test_tables_have_each_gradient_once(pool: Pool, model: dict[str, Any], loss: str, layout: str) -> None:
     """The table has gradients of tokens, and of the output and the depths if they share it; in half of the cases the
