@@ -14,7 +14,7 @@ from mtrain.arch.features import LAYER_PARTS, alike, kinds, present
 from mtrain.arch.features.feature import EMBEDDING, AdaptedMatrix, hidden_local
 from mtrain.arch.features.outside import num_passed_features, patches_of_tokens, recomputes_layers
 from mtrain.arch.layout import Layout, most_microbatches
-from mtrain.arch.parameters import output_columns
+from mtrain.arch.parameters import FP32_BYTES, element_bytes, output_columns
 from mtrain.config import Config
 from mtrain.config.schema.adapter import GROUPS, AdapterSection
 from mtrain.config.schema.loss import CONSUMING_LOSSES, LossSection, own_functions
@@ -75,20 +75,8 @@ def tokens_at_once(config: Config, tokens: int, vocab_local: int) -> int:
     return -(-tokens // num_chunks)
 
 
-FP32_BYTES, BF16_BYTES = 4, 2
 SMALLEST_MOVED_BYTES = 2**18
 """Smallest tensor that train.offload_layers moves; starting a transfer takes longer than copying a smaller one."""
-
-
-def element_bytes(train: TrainSection) -> int:
-    """Returns the bytes of an element of weights and activations."""
-    match train.precision:
-        case "fp32":
-            return FP32_BYTES
-        case "bf16" | "fp16":
-            return BF16_BYTES
-        case _:
-            assert_never(train.precision)
 
 
 class _ChunkActivations(NamedTuple):
@@ -250,17 +238,13 @@ class Activations:
         names, kind_of = set(_recomputed_modules(self.config.train)), kinds(self.config.model)
         # what passes between the projections of a feed-forward part is gone when attention runs again
         passing = {"core_attn": self.passing_bytes()}
-        most, freed = 0, 0
-        left = {kind_of[layer] for layer in layers}
+        left, most, freed = {kind_of[layer] for layer in layers}, 0, 0
         for layer in reversed(layers):
             if kind_of[layer] in left:
-                sizes = self._module_bytes(layer).items()
-                again = max((size - passing.get(name, 0) for name, size in sizes if name in names), default=0)
-                most = max(most, again - freed)
                 left.remove(kind_of[layer])
-            if not left:
-                break
-            freed += self._layer_bytes(layer, [*names])
+                sizes = self._module_bytes(layer).items()
+                most = max([most, *(size - passing.get(name, 0) - freed for name, size in sizes if name in names)])
+            freed += self._layer_bytes(layer, [*names]) if left else 0
         return most
 
     def _features_bytes(self, stage: int) -> int:
@@ -342,20 +326,18 @@ class Activations:
         return num_logits * (size if self._consumes_logits else 2 * size + FP32_BYTES + self._capped_bytes())
 
     def _hidden_gradient_bytes(self) -> int:
-        """Estimates the gradient of all hidden states, gathered over TP; an upper bound, since masked tokens have no
-        logits."""
+        """Estimates the gradient of all hidden states, gathered over TP, as if no token were masked."""
         model = self.config.model
         hidden = model.num_predictions * self.tokens * model.hidden_size * element_bytes(self.config.train)
         return hidden * (2 if self.layout.sp else 1)
 
     @property
     def _adds_gradient(self) -> bool:
-        """Says whether the loss adds the gradient of the output layer's table to its buffer (core/layers/build.py); a
-        low-rank pair is multiplied together with the table, and has no such buffer."""
-        config = self.config
-        is_plain = self.adapter is None or learns_output(config.model, self.adapter)
-        has_buffer = self.layout.shard == "optimizer" and config.model.backend != "te"
-        return is_plain and has_buffer and config.fuses_weight_gradients
+        """Says whether the loss adds the gradient of the table to its buffer; a low-rank pair has none."""
+        model = self.config.model
+        has_buffer = self.layout.shard == "optimizer" and model.backend != "te"  # core/layers/build.py
+        is_fused = has_buffer and self.config.fuses_weight_gradients
+        return is_fused and (self.adapter is None or learns_output(model, self.adapter))
 
     @property
     def _consumes_logits(self) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from mtrain.arch.activations import BF16_BYTES, FP32_BYTES, Activations, element_bytes
+from mtrain.arch.activations import Activations
 from mtrain.arch.adapters import (
     adapter_parameters_on_rank,
     all_matrices,
@@ -17,6 +17,9 @@ from mtrain.arch.features.feature import RankParameters
 from mtrain.arch.features.outside import num_frozen_parameters, num_tower_parameters, trained_tower_sizes
 from mtrain.arch.layout import Layout
 from mtrain.arch.parameters import (
+    BF16_BYTES,
+    FP32_BYTES,
+    element_bytes,
     head_elements,
     layer_parameters,
     matrices_on_rank,

@@ -1,4 +1,4 @@
-"""Parameter counts of a model, of the parameters active for one token, and of a rank.
+"""Parameter counts of a model, of the parameters active for one token, and of a rank, and the bytes of an element.
 
 Replicated parameters count once in a model's total, and once on each rank.
 """
@@ -19,9 +19,22 @@ from mtrain.arch.features.outside import (
 from mtrain.arch.layout import Layout
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
+from mtrain.config.schema.train import TrainSection
 
+FP32_BYTES, BF16_BYTES = 4, 2
 PADDED_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors with a row per token and padding rows, whose number depends on tensor parallelism."""
+
+
+def element_bytes(train: TrainSection) -> int:
+    """Returns the bytes of an element of weights and activations."""
+    match train.precision:
+        case "fp32":
+            return FP32_BYTES
+        case "bf16" | "fp16":
+            return BF16_BYTES
+        case _:
+            assert_never(train.precision)
 
 
 def padded_vocab_size(model: ModelSection, tp: int) -> int:

@@ -5,10 +5,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtrain.arch.activations import FP32_BYTES, element_bytes
 from mtrain.arch.adapters import num_adapter_parameters
 from mtrain.arch.layout import Layout
-from mtrain.arch.parameters import num_parameters, num_trained_parameters, trained_matrices_on_rank
+from mtrain.arch.parameters import (
+    FP32_BYTES,
+    element_bytes,
+    num_parameters,
+    num_trained_parameters,
+    trained_matrices_on_rank,
+)
 from mtrain.base.errors import MachineError
 from mtrain.base.files import disk_faults
 from mtrain.config import Config

@@ -7,10 +7,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from mtrain.arch.activations import FP32_BYTES, element_bytes
 from mtrain.arch.features import LAYER_PARTS
 from mtrain.arch.layout import Layout
 from mtrain.arch.memory import memory_per_rank, trained_parameters
+from mtrain.arch.parameters import FP32_BYTES, element_bytes
 from mtrain.base.errors import ConfigError
 from mtrain.base.spelling import counted
 from mtrain.config import Config

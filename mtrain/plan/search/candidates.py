@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from mtrain.arch.activations import FP32_BYTES, element_bytes
 from mtrain.arch.layout import GIVEN_DEGREES, Layout, uneven_stages
 from mtrain.arch.memory import own_shard, trained_parameters
+from mtrain.arch.parameters import FP32_BYTES, element_bytes
 from mtrain.config import Config, combinations, known_issues, rules
 from mtrain.config.schema.layout import LayoutSection, Shard
 from mtrain.config.schema.model import ModelSection

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import NamedTuple, assert_never
 
-from mtrain.arch.activations import FP32_BYTES, element_bytes
 from mtrain.arch.adapters import trained_with_frozen
 from mtrain.arch.features import LAYER_PARTS, kinds
 from mtrain.arch.features.feature import LayerPart, RankParameters, hidden_local, once_a_model
@@ -25,7 +24,7 @@ from mtrain.arch.features.outside import num_passed_features, patches_of_tokens,
 from mtrain.arch.flops import merger_passes, mfu, num_attended_pairs, run_flops_per_token, sees_everything
 from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.arch.memory import own_shard, root_elements, trained_parameters
-from mtrain.arch.parameters import output_columns
+from mtrain.arch.parameters import FP32_BYTES, element_bytes, output_columns
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.towers import description_of
