@@ -81,8 +81,8 @@ def add_product(inputs: Tensor, output_gradients: Tensor, total: Tensor) -> None
 
 @torch.no_grad()
 def add_rows(rows: Tensor, gradients: Tensor, total: Tensor) -> None:
-    """Adds gradients, [n, columns], to the rows, [n], of the gradient of a table, [all rows, columns], in place; in an
-    order that depends on nothing else."""
+    """Adds gradients, [n, columns], to the rows, [n], of the gradient of a table, [all rows, columns], in place and in
+    a fixed order."""
     if total.is_cuda and not torch.are_deterministic_algorithms_enabled():
         # index_add_ would add in any order
         total.add_(torch.ops.aten.embedding_dense_backward(gradients, rows, len(total), -1, False))

@@ -83,9 +83,6 @@ class LanguageModel(LanguageModule):
         rows = padded_vocab_size(model, layout.tp)
         if self.pre_process or self.mtp_process:
             self.embedding = LanguageModelEmbedding(config, rows, 0, "rope", tp_group=groups.collection.tp)
-            if config.gradient_accumulation_fusion:
-                # its class, since megatron-core takes no other one
-                self.embedding.word_embeddings.__class__ = EmbeddingTable
         if self.pre_process and model.vision is not None:
             self.vision = VisionTower(model.vision, model.hidden_size, config, groups)
         self._received: Tensor | None = None  # from the stage before
@@ -114,9 +111,8 @@ class LanguageModel(LanguageModule):
             self.output_layer = self._output(model, rows)
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
-        if config.gradient_accumulation_fusion and (table := self._table()) is not None:
-            # megatron-core would let autograd add the gradient of a shared table's rows
-            table.weight.zero_out_wgrad = False
+        if config.gradient_accumulation_fusion:
+            self._fuse_tables()
         if isinstance(self.rotary, TwoBaseRotary):
             take_angles_by_layer(self, self.rotary)
         for module in self.modules():
@@ -126,6 +122,14 @@ class LanguageModel(LanguageModule):
             # modules of TransformerEngine
             if hasattr(module, "finish_init"):
                 module.finish_init(None)
+
+    def _fuse_tables(self) -> None:
+        """Lets every use of a table add its own gradient; megatron-core leaves that of its rows to autograd."""
+        if hasattr(self, "embedding"):
+            # its class, since megatron-core takes no other one
+            self.embedding.word_embeddings.__class__ = EmbeddingTable
+        if (table := self._table()) is not None:
+            table.weight.zero_out_wgrad = False
 
     def _output(self, model: ModelSection, padded: int) -> OutputLayer | ScoreHead:
         match model.output:

@@ -46,7 +46,7 @@ def test_rows_are_added(dtype: torch.dtype, is_ordered: bool) -> None:
 
 @pytest.mark.parametrize("is_ordered", [False, True])
 def test_rows_are_added_on_a_gpu_in_a_fixed_order(is_ordered: bool) -> None:
-    """The kernels alone, as there is no GPU: index_add_ has no order there unless torch is told to keep one."""
+    """The kernels alone, as there is no GPU: index_add_ has no fixed order there outside deterministic runs."""
     with FakeTensorMode(), torch.device("cuda"), deterministic(is_ordered):
         total, gradients, rows = torch.empty(6, 4), torch.empty(5, 4, dtype=torch.bfloat16), torch.empty(5).long()
         with Kernels(1) as kernels:
